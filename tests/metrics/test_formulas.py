@@ -321,8 +321,7 @@ def test_a_jump_that_is_clamped_by_chance_keeps_its_error(shift, error):
     sem = scipy.stats.sem(increase)
     increase += shift * sem - increase.mean()
     metric.counts += 1
-    psi = torch.tensor(np.stack([np.full(20, 0.3), 0.3 + 0.01 * increase], axis=1))  # [G, L], the same in both views
-    metric.sums += psi[metric.setup.group_of, :, None]
+    metric.sums += torch.tensor(np.stack([np.full(20, 0.3), 0.3 + 0.01 * increase], axis=1))[metric.setup.group_of]
     rows = {row.statistic: row.value for row in metric.rows()}
     assert rows["value"] == pytest.approx(max(0.0, shift * sem))
     assert rows["standard_error"] == (pytest.approx(sem) if error else 0)

@@ -216,7 +216,7 @@ def cross_similarity(image: Tensor, text: Tensor, same: Tensor | None = None) ->
             result[1, layer, other] = similarity[~equal].mean() if others else torch.nan
             result[2, layer, other] = _found(similarity, equal)
             result[3, layer, other] = _found(similarity.T, equal)
-    return Cross(*result, pairs=pairs, others=others)
+    return Cross(result[0], result[1], result[2], result[3], pairs, others)
 
 
 def _found(similarity: Tensor, right: Tensor) -> Tensor:

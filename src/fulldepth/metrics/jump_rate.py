@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Influence, Means, Observation, Row, angular
+from fulldepth.metrics.base import Influence, Means, Observation, Row, Setup, angular
 from fulldepth.metrics.jackknife import error_of, ratio_influence
 from fulldepth.thresholds import LARGE_JUMP
 from fulldepth.uncertainty import SIGNIFICANT, quantile
@@ -72,27 +72,29 @@ class JumpRate(Means):
     name = "jump_rate"
     units = dict.fromkeys(("value", "standard_error"), "%")
 
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, setup.num_layers)
+
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        cosines = observation.cosines.diagonal(offset=1, dim1=1, dim2=2).T.double()  # [L, N]
-        self.add_tokens(angular(cosines).to(self.sums.device), observation)
+        psi = angular(observation.cosines.diagonal(offset=1, dim1=1, dim2=2).double())  # [N, L]
+        valid = psi.isfinite()
+        member = observation.weights_by_group(self.setup)[..., 0]  # [N, G]
+        self.sums += (member.T @ psi.where(valid, 0.0)).to(self.sums.device)
+        self.counts += (member.T @ valid.double()).to(self.counts)
 
     def compute(self) -> tuple[list[float], list[float], int]:  # type: ignore[override]
         """zeta_2..zeta_L, their standard errors, and the number of tokens."""
-        psi, counts = self._psi(), self.counts[..., 0].sum(0)
+        psi = self.sums.sum(0) / self.counts.sum(0)
         rates = [jump_rate(psi, layer) for layer in range(2, len(psi) + 1)]
-        return rates, error_of(self._influence()).tolist(), int(counts.min())
-
-    def _psi(self) -> Tensor:
-        """[L] mean displacements of all tokens."""
-        return (self.sums.sum(0) / self.counts.sum(0))[:, 0]
+        return rates, error_of(self._influence()).tolist(), int(self.counts.sum(0).min())
 
     def _influence(self) -> Tensor:
         """[G, L-1] influences on zeta_2..zeta_L."""
-        psi = ratio_influence(self.sums, self.counts)[..., 0]  # [G, L]
+        psi = ratio_influence(self.sums, self.counts)  # [G, L]
         steps = psi.diff(dim=1)
         far = quantile(int(psi[:, -1].isfinite().sum())) * error_of(steps)
-        rises = self._psi().cpu().diff() + far > 0  # [L-1]
+        rises = (self.sums.sum(0) / self.counts.sum(0)).cpu().diff() + far > 0  # [L-1]
         return 100 * (steps * rises).flip(1).cumsum(1).flip(1)
 
     def influences_here(self) -> list[Influence]:
