@@ -48,6 +48,7 @@ def wrong(main, model, text_file, output):
     [
         ("token_policy=patches", "patches"),
         ("measures=[displacement,cosin]", "'cosin'"),
+        ("measures=[]", "measures: got [] (list), expected List should have at least 1 item"),
         *((f"measures=[{name}]", name) for name in ("nc1", "mmd", "separability", "retrieval_weight")),
     ],
 )
@@ -76,6 +77,15 @@ def test_data_and_models_that_do_not_fit(wrong, checkpoint, tokenizer, picture_f
     wrong("--measures", "lens_loss", model=tmp_path / "bert", says=["lens_loss"])
     train_tokenizer([corpus], vocab_size=600).save_pretrained(model)
     wrong(says=["tokenizer"], few=[])
+
+
+def test_results_among_the_data(main, model, text_file, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copy(text_file, data)
+    code, _, error = main("measure", model, "--data", data, "--output", tmp_path / "model" / ".." / "data", *FEW)
+    assert (code, [path.name for path in data.iterdir()]) == (2, [text_file.name]), error
+    assert "holds the data" in error
 
 
 def test_activations_that_overflow(wrong, overflowing):

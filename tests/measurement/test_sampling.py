@@ -36,6 +36,20 @@ def test_exact_contradicts_the_size_of_a_sample(trained, text_file):
     assert MeasureSettings.model_validate(resolved.model_dump()) == resolved, "saved settings can be read again"
 
 
+def test_copies_of_a_text_are_one_document(trained, corpus):
+    """Of texts and of pairs; three other texts are three."""
+    options = {"measures": ["displacement"]}
+    pair = {"prompt": corpus[:30], "response": corpus[30:60]}
+    for rows in ([corpus[:400]] * 10, [pair] * 10):
+        found = measure(trained, rows, **options)
+        assert found.meta["data"]["clusters"] == 1
+        assert "error" not in " ".join(found.table.statistic)
+        assert any("there is 1" in line or "the text is 1 document" in line for line in found.meta["warnings"])
+    once = measure(trained, [corpus[:400], corpus[400:800], corpus[800:1200]], max_sequences=6, **options)
+    assert once.meta["data"]["clusters"] == 3
+    assert "standard_error" in set(once.table.statistic)
+
+
 def test_the_standard_error_of_a_sampled_lens_is_its_scatter_over_samples(trained, documents_file):
     """Samples of other seeds scatter around the exact value by about the standard error that a single one states."""
     options = {"max_sequences": 32, "sequence_length": 32, "measures": ["lens_loss"]}

@@ -13,7 +13,7 @@ from fulldepth.metrics import Observation, Readout, Setup
 
 WORDS = ("is", "are", "was")
 EVERYTHING = (12,)
-HEADS, STREAMS = 2, 3
+HEADS = 2
 """Key/value heads of the memory, residual streams."""
 SHARES = ((0.1, 0.2, 0.3, 0.4), (0.4, 0.1, 0.1, 0.4), (0.05, 0.15, 0.5, 0.3), (0.25,) * 4) * 4
 """Of each layer, how much each of four query heads counts."""
@@ -63,7 +63,6 @@ class World:
             "projections": ("self_attn.q_proj", "mlp.down_proj"),
             "routed_heads": HEADS,
             "head_shares": SHARES[: self.layers],
-            "num_streams": STREAMS,
         }
         return Setup(**{**settings, **self.options, **options})
 
@@ -147,14 +146,7 @@ def invent_coefficients(layers, count, longest):
         lambda layer: normal(HEADS, layer, HEADS),
         lambda layer: normal(HEADS, layer).softmax(-1),
     )
-    mixing = {
-        site: {
-            layer: normal(*((count, longest) if layer % 2 else ()), STREAMS, STREAMS + 2)
-            for layer in range(1, layers + 1)
-        }
-        for site in ("attention_mixing", "mlp_mixing")
-    }
-    return {"routing": {layer: kinds[layer % 3 - 2](layer) for layer in range(2, layers + 1)}, **mixing}
+    return {"routing": {layer: kinds[layer % 3 - 2](layer) for layer in range(2, layers + 1)}}
 
 
 def invent(generator, lengths=(9, 4, 7, 9, 1, 6, 9, 3, 8, 5, 9, 2), layers=3, width=6, value_width=4, vocabulary=5):

@@ -44,8 +44,8 @@ def fill(metrics, observations, weights):
     for observation in observations:
         for name in metrics.keys() - {"spectral_norm"}:
             metrics[name].update(observation)
-    for matrix in weights if "spectral_norm" in metrics else ():
-        metrics["spectral_norm"].update(*matrix)
+    if "spectral_norm" in metrics:
+        metrics["spectral_norm"].update(weights)
 
 
 def filled(names, world, observations, weights):

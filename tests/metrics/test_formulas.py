@@ -44,11 +44,6 @@ def expected_source(weights, shares):
     return math.fsum(p * chance * m for h, p in enumerate(shares) for m, chance in enumerate(weights[h // group]))
 
 
-def by_stream(token):
-    """[n][4] of one token's rows [to the branch, to stream 0, ..., from the branch]."""
-    return [[row[0], row[1 + i], sum(row[1:-1]) - row[1 + i], row[-1]] for i, row in enumerate(token)]
-
-
 FUNCTIONS = {
     "displacement": (metrics.displacement, psi, lambda h, y: h[:2]),
     "norm_ratio": (metrics.norm_ratio, ratio, lambda h, y: h[:2]),
@@ -62,8 +57,6 @@ FUNCTIONS = {
     "mmd of a bandwidth": (metrics.mmd, mmd, lambda h, y: (h[0], h[1, :1], 0.7)),
     "nc1": (metrics.nc1, nc1, lambda h, y: (h[0], abs(y))),
     "nc1 of few": (metrics.nc1, nc1, lambda h, y: (h[0, :7], abs(y[:7]))),
-    "lens_accuracy": (metrics.lens_accuracy, accuracy, lambda h, y: (h[0], y)),
-    "lens_loss": (metrics.lens_loss, loss, lambda h, y: (h[0], y)),
     **{
         f"entropy of {side} at {alpha:g}": (
             metrics.renyi_entropy,
@@ -108,20 +101,10 @@ def test_heads_count_by_the_norm_of_their_slice(generator):
     assert_allclose(metrics.head_shares(w_o, 4), np.array(norms) / sum(norms), rtol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(4, 6), (2, 5, 4, 6), (3, 2, 1, 3)])
-def test_stream_mixing(shape, generator):
-    mixing = torch.randn(shape, generator=generator, dtype=torch.float64)
-    tokens = mixing.reshape(-1, *shape[-2:]).tolist()
-    expected = np.mean([by_stream(token) for token in tokens], axis=0)
-    assert_allclose(metrics.stream_mixing(mixing), expected, atol=1e-14)
-
-
 def test_numbers_at_the_edges(generator):
-    """A large common mean in float32, a hopeless target, and two classes on a line (within 1, between 4, K 2)."""
+    """A large common mean in float32, and two classes on a line (within 1, between 4, K 2)."""
     x, y = torch.randn(2, 30, 8, generator=generator) + torch.tensor([1000, 1001])[:, None, None]
     assert metrics.mmd(x, y).item() == pytest.approx(mmd(x.double().numpy(), y.double().numpy()), abs=1e-8)
-    logits = torch.tensor([[300.0, 0, 0], [0, 0, 500.0]])
-    assert metrics.lens_loss(logits, torch.tensor([1, 0])).item() == pytest.approx(400)
     line = torch.tensor([[-3.0], [-1.0], [1.0], [3.0]])
     assert metrics.nc1(line, torch.tensor([0, 0, 1, 1])).item() == pytest.approx(1 / 4 / 2)
 
@@ -241,15 +224,6 @@ def rows_of_expected_source(world):
         yield ("routing", layer, None, "value"), (np.mean(values), count)
 
 
-def rows_of_streams(world):
-    for branch in ("attention", "mlp"):
-        for layer, count, tokens in routers(world, f"{branch}_mixing"):
-            means = np.mean([by_stream(token.tolist()) for token in tokens], axis=0)
-            for stream, values in enumerate(means):
-                for name, value in zip(("input", "kept", "given", "output"), values, strict=True):
-                    yield (f"{branch}_stream_{stream}", layer, None, name), (value, count)
-
-
 ROWS = {
     "displacement": rows_of_displacement,
     "norm_ratio": of_pairs(ratio),
@@ -264,7 +238,6 @@ ROWS = {
     "renyi_entropy": rows_of_entropy,
     "retrieval_weight": rows_of_retrieval,
     "expected_retrieval": rows_of_expected_source,
-    "stream_mixing": rows_of_streams,
 }
 
 

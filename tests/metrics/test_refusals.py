@@ -19,7 +19,6 @@ REFUSED = [
     ("features", lambda: metrics.cka_matrix(X)),
     ("predictions", lambda: metrics.saturation_layer(Y)),
     ("eps", lambda: metrics.effective_depth([0.5], 1.1)),
-    ("targets", lambda: metrics.lens_loss(X, Y[1:])),
     ("classes", lambda: metrics.nc1(X, 0 * Y)),
     ("plein", lambda: metrics.renyi_entropy(X, preset="plein")),
     ("alpha", lambda: metrics.renyi_entropy(X, -1.0)),
@@ -31,7 +30,6 @@ REFUSED = [
     ("counted", lambda: metrics.retrieval_weight(ONES(2, 5, 3, 4), ONES(2, 4, dtype=torch.bool))),
     ("shares", lambda: metrics.expected_retrieval(ONES(2, 3), ONES(5))),
     ("w_o", lambda: metrics.head_shares(ONES(6, 12), 5)),
-    ("mixing", lambda: metrics.stream_mixing(ONES(4, 5))),
     ("capacity", lambda: Reservoir(0, (1,))),
 ]
 

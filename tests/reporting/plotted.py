@@ -24,7 +24,7 @@ def weight(layer, source):
 
 
 def memory():
-    """Measures of special architectures: signed retrieval, streams, images against texts, probes, detection."""
+    """Measures of special architectures: signed retrieval, images against texts, detection."""
     rows = []
     for layer in range(2, 6):
         rows.append(row("expected_retrieval", layer, 0.4 * layer, "value", "routing", count=960, unit="layers"))
@@ -32,13 +32,6 @@ def memory():
             rows += [
                 row("retrieval_weight", layer, factor * weight(layer, source), statistic, "routing", source, 960)
                 for source in range(layer)
-            ]
-    for shift, statistic in enumerate(("input", "kept", "given", "output")):
-        for branch in ("attention", "mlp"):
-            rows += [
-                row("stream_mixing", layer, shift + i - layer, statistic, f"{branch}_stream_{i}", count=96)
-                for i in range(3)
-                for layer in range(1, 6)
             ]
     for measure, statistic in (("cosine", "matched"), ("retrieval", "text_to_image")):
         rows += [
@@ -48,8 +41,6 @@ def memory():
         ]
     for layer in range(6):
         rows += [
-            row("probe_accuracy", layer, 0.1 + 0.1 * layer, count=500),
-            row("probe_accuracy", layer, 0.01, "standard_error", count=500),
             row("lens_accuracy", layer, 0.15 * layer, count=500),
         ]
         precisions = (("ap", 0.05), ("ap50", 0.1), ("ap75", 0.07))[: 3 * bool(layer)]

@@ -76,7 +76,7 @@ def test_a_line_is_the_table(results):
     for record, line in fixed("single"):
         rows = values(results.table, line)
         name = f"{record.name}:log" if record.name == "displacement" else record.name
-        if len(rows) and not record.needs_first_line:
+        if len(rows):
             (trace,) = [one for one in drawn[name].data if one.name == line.name]
             found = pd.Series(list(trace.y), index=list(trace.x), dtype=float)
             assert_series_equal(found, rows, check_names=False)

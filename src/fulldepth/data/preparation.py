@@ -22,7 +22,7 @@ from fulldepth.data.batches import (
 from fulldepth.data.conversations import encode_pair
 from fulldepth.data.drawing import block_clusters, draw_windows, first_windows
 from fulldepth.data.opening import Order
-from fulldepth.data.sources import SKIP, DataRecord, Source, choose, identities
+from fulldepth.data.sources import SKIP, DataRecord, Source, choose, contents, identities
 from fulldepth.data.tokens import (
     Frame,
     WordFinder,
@@ -159,6 +159,7 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     if not plan.windowed(kind):
         chosen = choose([names[i] for i in filled], plan.max_sequences, plan.seed, plan.order)
         filled = [filled[i] for i in chosen]
+        names = contents(source)
     given = [replace(source.records[i], identity=names[i]) for i in filled]
     pairs = task == "representation" and any(record.second is not None for record in given)
     if kind == "pairs":
@@ -246,7 +247,8 @@ def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]
     if drawn.left_over:
         warnings.append(f"{drawn.left_over} tokens at the ends of documents do not fill a sequence and are left out.")
     typed = _has_types(tokenizer, documents[0][1])
-    clusters, unit, no_error = block_clusters(drawn.windows, [identity for identity, _ in documents])
+    first = {text: name for name, text in reversed(documents)}  # equal texts are one document
+    clusters, unit, no_error = block_clusters(drawn.windows, [first[text] for _, text in documents])
     windows = zip(drawn.windows, clusters, strict=True)
     examples = [_example(outer.wrap(window.ids), task, typed, document=cluster) for window, cluster in windows]
     return examples, unit, no_error

@@ -243,12 +243,17 @@ def _source(
 
 def identities(source: Source) -> list[int]:
     """Identity of each record, of no two the same: of its text, or of the name or place of its image."""
+    return [int(number) for number in distinct(contents(source))]
+
+
+def contents(source: Source) -> list[int]:
+    """Identity of each record's content, its unit of independence: as `identities`, but the same for equal texts."""
     numbers = []
     for record in source.records:
         parts = (record.text, record.second, record.prompt, record.response)
         content = [part or "" for part in parts] if record.image is None else [record.image.name or record.where]
         numbers.append(identity(*content) if record.identity is None else record.identity)
-    return [int(number) for number in distinct(numbers)]
+    return numbers
 
 
 def _class_indices(

@@ -16,16 +16,18 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.hooks import capture
+from fulldepth.files import write_text
 from fulldepth.hf import Anatomy, Classifier
 from fulldepth.hf.truncation import truncated
 from fulldepth.progress import Watcher
@@ -69,16 +71,10 @@ class Answers(dict[str, Any]):
                 raise FulldepthError(
                     f"{self.path.parent} is a link; remove it, so that answers are written in its place."
                 )
-            length = 0 if self.path.is_symlink() else self._read(self.path)
-            with self._writing():
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                if not length:
-                    self.path.unlink(missing_ok=True)  # a link is removed, and not followed
-                self._file = self.path.open("r+b" if length else "xb")
-                self._file.seek(length)
-                self._file.truncate()
-                if not length:
-                    self._write([self.identity])
+            if not self.path.is_symlink():
+                self._read(self.path)
+            write_text(self.path, _lines([self.identity, *self.items()]))
+            self._file = self.path.open("a", encoding="utf-8")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,48 +89,25 @@ class Answers(dict[str, Any]):
         """
         self.update(answers)
         if self._file is not None:
-            with self._writing():
-                self._write([[key, value] for key, value in answers.items()])
+            try:
+                self._file.write(_lines(answers.items()))
+                self._file.flush()
+            except OSError as error:
+                raise FulldepthError(f"Cannot write {self.path}: {error.strerror or error}.") from error
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise FulldepthError(f"Cannot write {self.path}: {error.strerror or error}.") from error
-
-    def _write(self, values: Iterable[Any]) -> None:
-        self._file.write("".join(json.dumps(value) + "\n" for value in values).encode())
-        self._file.flush()
-
-    def _read(self, path: Path) -> int:
-        """Read the file's answers; returns the length in bytes of the part that is valid, 0 for another identity."""
-        valid = 0
-        with suppress(OSError), path.open("rb") as file:
-            while (line := file.readline(MOST_LINE)).endswith(b"\n"):
-                entry = None
-                with suppress(ValueError, RecursionError):
-                    entry = json.loads(line)
-                if valid == 0:
-                    if entry != self.identity:
-                        return 0
-                elif (pair := self._checked(entry)) is not None:
-                    self.update([pair])
-                else:
-                    break
-                valid += len(line)
+    def _read(self, path: Path) -> None:
+        """Add the answers of a file with this identity, up to the first damaged line."""
+        likelihoods = Annotated[list[tuple[float, bool]], Field(min_length=self.layers, max_length=self.layers)]
+        line: TypeAdapter[Any] = TypeAdapter(tuple[str, str | likelihoods])
+        with suppress(OSError, ValueError, RecursionError), path.open("rb") as file:
+            if json.loads(file.readline(MOST_LINE)) == self.identity:
+                self.update(map(line.validate_json, iter(partial(file.readline, MOST_LINE), b"")))
         self.reused = len(self)
-        return valid
 
-    def _checked(self, entry: Any) -> tuple[str, Any] | None:
-        """A key with its answer; None for anything else."""
-        match entry:
-            case [str(key), str(text)]:
-                return key, text
-            case [str(key), [*pairs]] if len(pairs) == self.layers:
-                if all(isinstance(pair, list) and list(map(type, pair)) == [float, bool] for pair in pairs):
-                    return key, [(number, greedy) for number, greedy in pairs]
-        return None
+
+def _lines(values: Iterable[Any]) -> str:
+    """Lines of JSON."""
+    return "".join(json.dumps(value) + "\n" for value in values)
 
 
 class LayerReader:
@@ -362,16 +335,16 @@ def key_of(kind: str, *parts: Any) -> str:
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
     """Seed the generators that tasks may use, as lm-eval does; on leaving, their states are restored."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python, numpy = random.getstate(), np.random.get_state()
     random.seed(PYTHON_SEED if seed is None else seed)
     np.random.seed(SEED if seed is None else seed)
-    torch.random.default_generator.manual_seed(SEED if seed is None else seed)
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            torch.random.default_generator.manual_seed(SEED if seed is None else seed)
+            yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager

@@ -118,7 +118,7 @@ def hellaswag_prompts(dataset: Any) -> Any:
     return dataset.map(
         lambda row: {
             "query": hellaswag_query(row["context"]),
-            "choices": [without_marks(choice) for choice in row["choices"]],
+            "choices": [*map(without_marks, row["choices"])],
         }
     )
 
@@ -133,5 +133,6 @@ def hellaswag_query(context: str) -> str:
 
 def without_marks(text: str) -> str:
     """The text without the marks of WikiHow's headings and steps."""
-    text = text.strip().replace(" [title]", ". ")
-    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+    from lm_eval.tasks.hellaswag.utils import preprocess  # noqa: PLC0415  # an extra
+
+    return str(preprocess(text))

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from fulldepth.measurement.lens_reader import LensReader
 from fulldepth.measurement.plan import MeasurePlan
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.measurement.weights import feed_projections
-from fulldepth.metrics import Detections, Observation, Readout, SpectralNorm
+from fulldepth.metrics import Detections, Observation, SpectralNorm
 from fulldepth.settings.measure import MeasureSettings
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}
@@ -145,11 +146,7 @@ def observe(
         observation.detections = Detections(logits, boxes, batch.objects)
     targets = batch.targets if classifier is not None and classifier.per_token else batch.labels
     if classifier is not None and targets is not None and read is not None and reader is not None:
-
-        def readout() -> Readout:
-            return reader.read(classifier, batch, targets.to(device), mask, read)
-
-        observation.readout = readout
+        observation.readout = partial(reader.read, classifier, batch, targets.to(device), mask, read)
     return observation
 
 

@@ -17,7 +17,7 @@ from fulldepth.measurement.weights import projection_names, shares_of_heads
 from fulldepth.metrics import METRICS, Measure, Setup
 from fulldepth.settings.measure import MeasureSettings
 
-UNUSUAL = {"routing", "streams", "boxes"}
+UNUSUAL = {"routing", "boxes"}
 """Features of some models; for other models, measures of these features are left out silently."""
 
 
@@ -59,7 +59,6 @@ def make_setup(subject: MeasuredSubject, settings: MeasureSettings) -> Setup:
         chained=verified.chained,
         routed_heads=verified.routed_heads,
         head_shares=shares_of_heads(anatomy),
-        num_streams=verified.num_streams,
         sequence_length=max(lengths),
         num_sequences=len(sequences),
         clusters=(0,) * len(sequences) if sequences.no_error else tuple(sequences.clusters),
@@ -125,14 +124,14 @@ def make_plan(
 def missing(setup: Setup, verified: Verified, sequences: Sequences, has_reference: bool) -> dict[str, str]:
     """Missing requirement of measures -> reason."""
     kind = type(verified.anatomy.model).__name__
-    without_boxes = verified.anatomy.task != "detection"
+    without_boxes, no_targets = verified.anatomy.task != "detection", _no_targets(verified, sequences)
     checks = {
+        "targets": (bool(no_targets), no_targets),
         "routing": (not setup.routed_heads, f"{kind} has no memory of earlier layers"),
         "head_shares": (
             bool(setup.routed_heads) and not setup.head_shares,
             "the output projections of its attention cannot be read",
         ),
-        "streams": (setup.num_streams < 2, f"{kind} has a single residual stream"),
         "labels": ((sequences.num_classes or 0) < 2, "the data have no labels of two or more classes"),
         "words": (
             not setup.words or sequences.kind in ("images", "objects"),
@@ -150,13 +149,11 @@ def missing(setup: Setup, verified: Verified, sequences: Sequences, has_referenc
         ),
         "reference": (not has_reference, "no reference model was named (--reference MODEL)"),
     }
-    reasons = {name: reason for name, (lacks, reason) in checks.items() if lacks}
-    targets = _no_targets(verified, sequences)
-    return reasons if targets is None else reasons | {"targets": targets}
+    return {name: reason for name, (lacks, reason) in checks.items() if lacks}
 
 
-def _no_targets(verified: Verified, sequences: Sequences) -> str | None:
-    """The reason why there are no targets, or None."""
+def _no_targets(verified: Verified, sequences: Sequences) -> str:
+    """The reason why there are no targets; empty if there are."""
     anatomy, classifier = verified.anatomy, verified.classifier
     if classifier is None and "head" in verified.unproven:
         return f"the head of {type(anatomy.model).__name__} is not known: {verified.unproven['head']}"
@@ -172,7 +169,7 @@ def _no_targets(verified: Verified, sequences: Sequences) -> str | None:
         return "the data have no labels"
     if classifier.per_token and not sequences.num_targets:
         return sequences.no_targets or "no position has a target"
-    return None
+    return ""
 
 
 def _unavailable(site: str, verified: Verified) -> str | None:
@@ -201,18 +198,16 @@ def check_memory(plan: MeasurePlan, subject: MeasuredSubject, batch_size: int) -
     batch = layers * positions * setup.width * subject.checkpoint.model.dtype.itemsize
     total = held["accumulators"] + held["reservoirs"] + max(batch, 2 * held["reservoirs"])
     free = available_memory(setup.device)
+    accumulators, reservoirs, activations, left = (
+        f"{size / (1 << 20):,.1f} MiB" for size in (*held.values(), batch, free)
+    )
     sentence = (
-        f"Memory beside the model: accumulators {_mib(held['accumulators'])}, sample of {setup.reservoir_tokens} of "
-        f"{setup.num_tokens} tokens {_mib(held['reservoirs'])}, activations of one batch {_mib(batch)}."
+        f"Memory beside the model: accumulators {accumulators}, sample of {setup.reservoir_tokens} of "
+        f"{setup.num_tokens} tokens {reservoirs}, activations of one batch {activations}."
     )
     if total > free:
         raise FulldepthError(
-            f"Out of memory before the start. {sentence} Free: {_mib(free)}. Try a smaller --batch-size, "
+            f"Out of memory before the start. {sentence} Free: {left}. Try a smaller --batch-size, "
             "--sequence-length or reservoir_tokens, or fewer --measures."
         )
     return sentence
-
-
-def _mib(size: int) -> str:
-    """Bytes as MiB."""
-    return f"{size / (1 << 20):,.1f} MiB"

@@ -30,7 +30,6 @@ from fulldepth.measurement.caveats import EMPTY, caveats, gaps, sampling, zero_w
 from fulldepth.measurement.headline import Clusters, headline
 from fulldepth.measurement.passes import Clock, run_pass, weigh
 from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan, make_setup
-from fulldepth.measurement.probe import probe_rows
 from fulldepth.measurement.series import (
     SeriesPoint,
     contents,
@@ -113,6 +112,7 @@ def measure(
     if by_name and tokenizer is None and (is_run or output is not None):
         with TemporaryDirectory() if output is None else nullcontext(output) as folder:
             return measure_into(str(model), data, folder, settings, overwrite=overwrite, series=series, watcher=watcher)
+    check_output(output, data)
     with claimed(output, overwrite):
         with processes(settings.device) as process:
             results = measure_model(model, data, settings, process, watcher, tokenizer=tokenizer)
@@ -215,6 +215,7 @@ def measure_into(
             process, cannot be written, or the measurement fails.
     """
     settings, watcher, folder = settings or MeasureSettings(), watcher or Watcher(), Path(output)
+    check_output(folder, data)
     with processes(settings.device) as process, process.holding(folder):
         read = data if isinstance(data, Sequences) else read_source(data, settings)
         points, remarks = series_points(model, read, settings) if series and find_checkpoints(model) else ([], [])
@@ -246,6 +247,18 @@ def measure_into(
             results.save(folder)
         process.wait()
         return results
+
+
+def check_output(output: str | Path | None, data: Any) -> None:
+    """Refuse to write results among the data, where the next run would read them.
+
+    Raises:
+        FulldepthError: if the output is the folder of the data.
+    """
+    if output is not None and isinstance(data, str | Path) and Path(output).resolve() == Path(data).resolve():
+        raise FulldepthError(
+            f"{output} holds the data, and results there would be read as data. Choose another output."
+        )
 
 
 def _is_there(folder: Path, print_of_run: str, points: list[SeriesPoint], overwrite: bool, watcher: Watcher) -> bool:
@@ -359,9 +372,6 @@ def measure_subject(
             if settings.measures is not None:
                 raise FulldepthError(f"{name} was asked for but cannot be measured: {reason}.")
             plan.left_out.append({"measure": name, "reason": reason})
-    if settings.probe_data is not None:
-        with clock("probe_accuracy"):
-            rows += process.first(lambda: probe_rows(subject, settings))  # fitting them is no work to share
     table = tabulate(rows)
     if not np.isfinite(table.value.to_numpy(np.float64)).any():
         why = " ".join([zero_weights(subject.checkpoint.model), *gaps(table, setup.num_layers)]).strip()

@@ -232,6 +232,10 @@ def combine(parts: Sequence[tuple[SeriesPoint, Results]]) -> Results:
     steps = [
         {"step": point.step, "folder": point.name, **{key: part.meta[key] for key in keys}} for point, part in parts
     ]
-    timings: dict[str, Any] = {key: round(sum(part.meta["timings"][key] for _, part in parts), 4) for key in TIMES}
-    timings["measures"] = last["timings"]["measures"]
+    timings = total_times([part.meta for _, part in parts]) | {"measures": last["timings"]["measures"]}
     return Results(table, {**last, "timings": timings, "steps": steps}, influences)
+
+
+def total_times(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The entry `timings` of several measurements, without the times of single measures."""
+    return {key: round(sum(meta["timings"][key] for meta in metas), 4) for key in TIMES}

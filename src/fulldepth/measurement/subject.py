@@ -87,7 +87,7 @@ def prepare_subject(
     bos = getattr(verified.anatomy.config if tokenizer is None else tokenizer, "bos_token_id", None)
     openings = tokens.openings(sequences, bos, getattr(tokenizer, "bos_token", None) or f"id {bos}")
     warnings = [] if batching is None else [batching]
-    if openings.mixed and policy in ("all", "cls"):
+    if 0 < (openings.begin_with_bos or 0) < len(sequences) and policy in ("all", "cls"):
         warnings.append(
             f"{openings.sentence} In a model that uses its first token as an attention sink, the sequences with it "
             "and those without it are unlike."

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,42 +42,27 @@ FIRST: dict[Any, str] = {
 """(modality, whether the first token is [CLS]) -> what the policy `cls` counts."""
 
 
-@dataclass(frozen=True)
-class Openings:
+class Openings(NamedTuple):
     """How the sequences begin."""
 
-    bos: str
-    """The BOS token as text."""
     begin_with_bos: int | None
     """Number of sequences whose first token is the BOS token; None without a BOS token or without text."""
-    sequences: int
-
-    @property
-    def sentence(self) -> str:
-        """A sentence on how many sequences begin with the BOS token; empty if there is none."""
-        if self.begin_with_bos is None:
-            return ""
-        count, all_of_them = self.begin_with_bos, self.begin_with_bos == self.sequences
-        amount = "No sequence begins" if not count else "Every sequence begins" if all_of_them else ""
-        amount = amount or f"{count} of {self.sequences} sequences begin{'s' if count == 1 else ''}"
-        return f"{amount} with the BOS token ({self.bos})."
-
-    @property
-    def mixed(self) -> bool:
-        """Whether some sequences begin with the BOS token and others do not."""
-        return self.begin_with_bos is not None and 0 < self.begin_with_bos < self.sequences
+    sentence: str
+    """The number as a sentence; empty if there is none."""
 
 
 def openings(sequences: Sequences, bos: int | None, name: str) -> Openings:
     """How the sequences begin, for the BOS token's id and text (`name`)."""
     if bos is None:
-        return Openings(name, None, len(sequences))
-    begin = 0
+        return Openings(None, "")
+    count, total = 0, len(sequences)
     for batch in sequences.batches(256):
         if batch.token_ids is None:
-            return Openings(name, None, len(sequences))
-        begin += int((batch.token_ids[:, 0] == bos).sum())
-    return Openings(name, begin, len(sequences))
+            return Openings(None, "")
+        count += int((batch.token_ids[:, 0] == bos).sum())
+    some = f"{count} of {total} sequences begin{'s' if count == 1 else ''}"
+    amount = {0: "No sequence begins", total: "Every sequence begins"}.get(count, some)
+    return Openings(count, f"{amount} with the BOS token ({name}).")
 
 
 def leading_tokens(batch: Batch, anatomy: Anatomy, positions: int) -> int | None:
@@ -131,18 +115,16 @@ def counted(policy: str, attention_mask: Tensor, token_ids: Tensor | None, eos: 
     Raises:
         FulldepthError: if the policy is `eos` and a sequence has no end-of-sequence token.
     """
-    if policy in ("all", "mean"):
-        return attention_mask
     position = attention_mask.long().cumsum(1) - 1
-    if policy in ("patches", "mean-patches"):
-        return attention_mask & (position >= leading)
-    first = attention_mask & (position == 0)
-    if policy == "cls":
-        return first
-    if policy == "no-first":
-        return attention_mask & ~first
-    if policy == "last":
-        return attention_mask & (position == attention_mask.sum(1, keepdim=True) - 1)
+    places = {
+        **dict.fromkeys(("all", "mean"), position >= 0),
+        **dict.fromkeys(("patches", "mean-patches"), position >= leading),
+        "cls": position == 0,
+        "no-first": position > 0,
+        "last": position == attention_mask.sum(1, keepdim=True) - 1,
+    }
+    if policy in places:
+        return attention_mask & places[policy]
     if token_ids is None or eos is None:
         raise FulldepthError("--token-policy eos needs text and a model whose configuration names its eos_token_id.")
     is_eos = attention_mask & (token_ids.to(attention_mask.device) == eos)
@@ -154,10 +136,5 @@ def counted(policy: str, attention_mask: Tensor, token_ids: Tensor | None, eos: 
 
 def how_many(policy: str, lengths: Sequence[int], leading: int = 0) -> int:
     """Number of tokens that a policy counts in sequences of these lengths; of pooled ones, of sequences."""
-    if policy == "all":
-        return sum(lengths)
-    if policy == "no-first":
-        return sum(length - 1 for length in lengths)
-    if policy == "patches":
-        return sum(length - leading for length in lengths)
-    return len(lengths)
+    left_out = {"all": 0, "no-first": 1, "patches": leading}.get(policy)
+    return len(lengths) if left_out is None else sum(lengths) - left_out * len(lengths)

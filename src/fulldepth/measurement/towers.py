@@ -17,6 +17,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.batching import model_inputs
 from fulldepth.execution.stream import check_close
 from fulldepth.hf import Checkpoint
+from fulldepth.measurement.series import total_times
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.cosine import Projected, cross_rows, cross_similarity
@@ -42,12 +43,7 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
     Raises:
         FulldepthError: if an image has no text, or the projected features are not the model's own.
     """
-    source = usable_rows(
-        source,
-        most=settings.max_sequences,
-        seed=settings.seed,
-        skip_bad=settings.skip_bad,
-    )
+    source = usable_rows(source, **settings.model_dump(include={"seed", "skip_bad"}), most=settings.max_sequences)
     bare = next((n for n, record in enumerate(source.records, start=1) if not (record.text or "").strip()), None)
     if bare is not None:
         raise FulldepthError(f"Image {bare} of {source.name} has no text; the towers are measured on pairs.")
@@ -179,8 +175,7 @@ def _document(metas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The last stack's document, with the parts of all."""
     last = list(metas.values())[-1]
     described = [{**meta["model"], "name": name} for name, meta in metas.items()]
-    spent = [meta["timings"] for meta in metas.values()]
-    timings: dict[str, Any] = {key: round(sum(t[key] for t in spent), 4) for key in ("load", "forward", "total")}
+    timings = total_times([*metas.values()])
     timings["measures"] = {
         f"{name}: {measure}": seconds
         for name, meta in metas.items()

@@ -28,8 +28,7 @@ def plain(parameter: nn.Parameter | None) -> Tensor | None:
 
 def projection_names(anatomy: Anatomy) -> tuple[str, ...]:
     """Names, inside a block, of the weights that `feed_projections` reads: matrices and stacks of expert matrices."""
-    named = ((name, parameter) for name, _, parameter in anatomy.expert_projections())
-    experts = [name for name, parameter in named if parameter is not None]
+    experts = [name for name, _, parameter in anatomy.expert_projections() if parameter is not None]
     return tuple(dict.fromkeys([*(name for name, _, _ in anatomy.projections()), *experts]))
 
 
@@ -51,7 +50,7 @@ def feed_projections(measure: SpectralNorm, anatomy: Anatomy, rank: int = 0, wor
             elif index % world == rank:
                 yield site, layer, weight
 
-    measure.update_all(readable())
+    measure.update(readable())
     return unreadable
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.distributed import current
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import needing
 from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
 from fulldepth.metrics.jackknife import error_of, jackknife_influence
 from fulldepth.uncertainty import FEWEST_CLUSTERS
@@ -98,10 +98,8 @@ def _annotation(image: int, category: Tensor, box: Tensor) -> dict[str, Any]:
 
 
 def _pycocotools() -> tuple[Any, Any]:
-    try:
-        from pycocotools import coco, cocoeval  # noqa: PLC0415
-    except ImportError as error:
-        raise FulldepthError("Average precision needs pycocotools: pip install 'fulldepth[vision]'.") from error
+    with needing("pycocotools", "vision", "Average precision"):
+        from pycocotools import coco, cocoeval  # noqa: PLC0415  # an extra
     return coco, cocoeval
 
 
@@ -158,10 +156,12 @@ class AveragePrecision(Measure):
     def influences(self) -> list[Influence]:
         """On the three numbers of each layer 1..L."""
         _, values, count = self.compute()
-        places = [
-            (layer, index) for layer in range(self.setup.num_layers) for index in range(3) if count and len(values)
+        layers = enumerate(values.unbind(1), start=1) if count and len(values) else ()  # [G, 3] each
+        return [
+            self.influence(name, column, layer)
+            for layer, columns in layers
+            for name, column in zip(self.statistics, columns.T, strict=True)
         ]
-        return [self.influence(self.statistics[i], values[:, layer, i], layer + 1) for layer, i in places]
 
     def rows(self) -> list[Row]:
         """Three rows for each layer 1..L, and three for their errors if they are known; none without objects."""

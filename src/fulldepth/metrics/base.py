@@ -106,8 +106,6 @@ class Setup:
     head_shares: tuple[tuple[float, ...], ...] = ()
     """For each layer 1..L, every query head's share of the output projection (see `expected_retrieval.head_shares`);
     empty if unknown."""
-    num_streams: int = 1
-    """Residual streams between layers."""
     sequence_length: int = 0
     """T: tokens of the longest sequence, special tokens included."""
     num_sequences: int = 0
@@ -206,8 +204,7 @@ class Observation:
     readout: Callable[[], Readout] | None = None
     """Applies the head to every layer; called on first use of `lens`."""
     coefficients: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
-    """site -> layer -> mixing weights of the model: `routing` (see `retrieval_weight`), `attention_mixing` and
-    `mlp_mixing` (see `stream_mixing`)."""
+    """site -> layer -> mixing weights of the model: `routing` (see `retrieval_weight`)."""
 
     pooled: bool = False
     """Whether a sequence counts as one vector, the mean of its counted states (then N = B everywhere below)."""
@@ -368,9 +365,8 @@ class Measure(Accumulator):
     @property
     def nbytes(self) -> int:
         """Size in bytes of the states, those of its own parts included, without the setup's shared reservoirs."""
-        shared = set(map(id, self.setup.reservoirs.values()))
-        parts = [part for part in self.modules() if isinstance(part, Accumulator) and id(part) not in shared]
-        return sum(part.own_bytes for part in parts)
+        own = {part for part in self.modules() if isinstance(part, Reservoir)} - {*self.setup.reservoirs.values()}
+        return super().nbytes + sum(part.nbytes for part in own)
 
 
 class OfLayers(Measure):
@@ -391,12 +387,23 @@ class OfLayers(Measure):
 class Means(Measure):
     """Means, with their standard errors, from sums and counts per group of clusters.
 
-    A subclass adds the states `sums [G, *shape]` and `counts`, which broadcasts to it, and names its `places`; by
-    default they are those of layers 1..L in every view, `[G, L, 2]`.
+    The states are `sums [G, *shape]` and `counts`, which broadcasts to it. A subclass names their `places`; by default
+    they are those of layers 1..L in every view, `[G, L, 2]`.
+
+    Args:
+        setup: sizes.
+        shape: of the sums; empty = `[L, 2]`.
+        counts: shape of the counts; None = that of the sums.
     """
 
     sums: Tensor
     counts: Tensor
+
+    def __init__(self, setup: Setup, *shape: int, counts: tuple[int, ...] | None = None) -> None:
+        super().__init__(setup)
+        shape = shape or (setup.num_layers, 2)
+        self.add_grouped("sums", *shape)
+        self.add_grouped("counts", *(counts or shape))
 
     def places(self, counts: Tensor) -> Iterable[Place]:
         """Where the means stand, given the `counts [*shape]` of all processes."""

@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import POSITION_BITS, Influence, Measure, Observation, Row, Setup
-from fulldepth.metrics.cosine import without_first
+from fulldepth.metrics.base import POSITION_BITS, Influence, Measure, Observation, Row, Setup, later_than_first
 from fulldepth.metrics.hsic import Estimates, Hsic, hsic_of, hsic_of_views
 from fulldepth.metrics.jackknife import error_of, jackknife_influence
 
@@ -106,8 +105,8 @@ class Cka(Measure):
         tokens, and without the first.
         """
         sample = self.tokens.compute()
-        group = self.setup.group_of.to(sample.keys.device)[sample.keys.reshape(-1) >> POSITION_BITS]
-        both = hsic_of_views(sample.features.transpose(0, 1), without_first(sample), group, self.setup.groups)
+        group = self.setup.group_of.to(sample.keys.device)[sample.keys >> POSITION_BITS]
+        both = hsic_of_views(sample.features.transpose(0, 1), later_than_first(sample.keys), group, self.setup.groups)
         views = both[: len(self.setup.views)]
         influences = [jackknife_influence(_ratio(view.without)) for view in views]
         return {

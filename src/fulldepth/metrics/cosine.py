@@ -51,11 +51,6 @@ def centred(features: Tensor, mean: Tensor) -> Tensor:
     return result.masked_fill_(noise, 0.0)
 
 
-def without_first(sample: Sample) -> Tensor:
-    """[N] bool: False for tokens that are the first of their sequence."""
-    return later_than_first(sample.keys.reshape(-1))
-
-
 class Cosine(Measure):
     """Cosine similarity of every pair of layers: raw over all counted tokens, centred over the shared sample of tokens.
 
@@ -88,7 +83,7 @@ class Cosine(Measure):
         sample = self.reservoir.compute()
         features = sample.features.transpose(0, 1)
         everything = torch.arange(features.shape[1], device=features.device)
-        views = [everything, everything[without_first(sample)]] if self.setup.first_tokens else [everything]
+        views = [everything, everything[later_than_first(sample.keys)]] if self.setup.first_tokens else [everything]
         parts = [_cosines(features, center=True, index=index) for index in views]
         result = {
             "mean": torch.stack([sums / counts for sums, counts, _ in parts]),
@@ -96,14 +91,12 @@ class Cosine(Measure):
             "count": torch.stack([counts for _, counts, _ in parts]),
             "count_raw": self.counts.clone(),
         }
-        for name, share in PERCENTILES.items():
-            result[name] = torch.stack(  # layer by layer: torch sorts at most 2^24 numbers at once
-                [
-                    torch.stack([row.nanquantile(share) if len(row) else row.new_tensor(torch.nan) for row in to_last])
-                    for *_, to_last in parts
-                ]
-            )
-        return result
+        shares = torch.tensor([*PERCENTILES.values()], dtype=torch.float64, device=features.device)
+        spread = [  # layer by layer: torch sorts at most 2^24 numbers at once
+            torch.stack([row.nanquantile(shares) if len(row) else shares * torch.nan for row in to_last])
+            for *_, to_last in parts
+        ]
+        return result | dict(zip(PERCENTILES, torch.stack(spread).unbind(-1), strict=True))
 
     def rows(self) -> list[Row]:
         """Rows for every pair of layers 0..L."""

@@ -60,11 +60,9 @@ class Displacement(Means):
     histogram: Tensor
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
         layers = setup.num_layers + 1  # the last row is layer L after the final norm
-        self.add_grouped("sums", layers, 2)
+        super().__init__(setup, layers, 2)
         self.add_sum("squares", layers, 2)
-        self.add_grouped("counts", layers, 2)
         self.add_sum("histogram", 2, layers, BINS, dtype=torch.int64)
 
     def update(self, observation: Observation) -> None:
@@ -149,11 +147,6 @@ class NormRatio(Means):
 
     name = "norm_ratio"
     units = dict.fromkeys(("mean", "standard_error"), "1")
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.add_grouped("sums", setup.num_layers, 2)
-        self.add_grouped("counts", setup.num_layers, 2)
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""

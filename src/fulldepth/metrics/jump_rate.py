@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup, angular
+from fulldepth.metrics.base import Influence, Means, Observation, Row, Setup, angular
 from fulldepth.metrics.jackknife import error_of, ratio_influence
 from fulldepth.thresholds import LARGE_JUMP
 from fulldepth.uncertainty import SIGNIFICANT, quantile
@@ -62,7 +62,7 @@ def describe_jump(value: float, error: float = 0.0) -> str:
     return f"The last layer's displacement exceeds that of the one before by {growth(value, error)}."
 
 
-class JumpRate(Measure):
+class JumpRate(Means):
     """zeta_l for every layer l = 2..L, from the mean displacements of the residual stream, with its standard error.
 
     The error is that of the sum of the differences that are not below 0 by more than their own error. A jackknife of
@@ -71,13 +71,9 @@ class JumpRate(Measure):
 
     name = "jump_rate"
     units = dict.fromkeys(("value", "standard_error"), "%")
-    sums: Tensor
-    counts: Tensor
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.add_grouped("sums", setup.num_layers)
-        self.add_grouped("counts", setup.num_layers)
+        super().__init__(setup, setup.num_layers)
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
@@ -87,7 +83,7 @@ class JumpRate(Measure):
         self.sums += (member.T @ psi.where(valid, 0.0)).to(self.sums.device)
         self.counts += (member.T @ valid.double()).to(self.counts)
 
-    def compute(self) -> tuple[list[float], list[float], int]:
+    def compute(self) -> tuple[list[float], list[float], int]:  # type: ignore[override]
         """zeta_2..zeta_L, their standard errors, and the number of tokens."""
         psi = self.sums.sum(0) / self.counts.sum(0)
         rates = [jump_rate(psi, layer) for layer in range(2, len(psi) + 1)]

@@ -9,11 +9,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fulldepth.metrics.base import Influence, Means, Observation, Place, Readout, Row, Setup
 from fulldepth.metrics.jackknife import ratio_influence
-from fulldepth.targets import IGNORE
 from fulldepth.uncertainty import crossing
 
 EPSILONS = (0.01, 0.05, 0.1, 0.2)
@@ -22,53 +20,6 @@ RELATIVE_EPSILONS = (0.01, 0.05, 0.1)
 """Tolerances relative to the last layer's accuracy."""
 STATISTICS = (*(f"eps={eps:g}" for eps in EPSILONS), *(f"relative_eps={eps:g}" for eps in RELATIVE_EPSILONS))
 LOW_OF, HIGH_OF = "low_of_", "high_of_"
-
-
-def lens_accuracy(logits: Tensor, targets: Tensor) -> Tensor:
-    r"""Share of positions whose top prediction is the target, in [0, 1].
-
-    .. math:: \mathrm{Acc}^{(l)} = \frac{1}{N} \sum_i [\arg\max g(h_i^{(l)}) = y_i]
-
-    Args:
-        logits: a layer's states after final norm and head, `[..., V]`.
-        targets: class or token, `[...]`; -100 is ignored.
-
-    Returns:
-        0-d float64, unit 1; NaN if no position has a target.
-
-    Raises:
-        ValueError: if the shapes do not match.
-
-    Source: "Representation progression and aligned training", Eq. 2.
-    """
-    _check(logits, targets)
-    known = targets != IGNORE
-    return ((logits.argmax(-1) == targets) & known).sum().double() / known.sum()
-
-
-def lens_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    r"""Mean cross-entropy in nats, in [0, inf).
-
-    .. math:: \frac{1}{N} \sum_i \log \sum_v e^{z_{iv}} - z_{i y_i}
-
-    Computed by log-sum-exp in float32 or float64, so that confident wrong predictions have a finite loss.
-
-    Args:
-        logits: a layer's states after final norm and head, `[..., V]`.
-        targets: class or token, `[...]`; -100 is ignored.
-
-    Returns:
-        0-d float64, unit nats; NaN if no position has a target.
-
-    Raises:
-        ValueError: if the shapes do not match.
-
-    Source: "JREG: final-layer jumps", App. K: the loss if inference stopped at this layer.
-    """
-    _check(logits, targets)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
-    return losses.double().sum() / (targets != IGNORE).sum()
 
 
 def saturation_layer(predictions: Tensor) -> Tensor:
@@ -125,12 +76,6 @@ def effective_depth(accuracy: Tensor | Sequence[float], eps: float, relative: bo
     return int(enough[0]) + 1 if len(enough) else len(values)
 
 
-def _check(logits: Tensor, targets: Tensor) -> None:
-    if logits.shape[:-1] != targets.shape:
-        expected = tuple(logits.shape[:-1])
-        raise ValueError(f"logits {tuple(logits.shape)} need targets {expected}, got {tuple(targets.shape)}")
-
-
 class LensMean(Means):
     """Mean over positions of one lens statistic, with its standard error, for layers 0..L.
 
@@ -140,9 +85,7 @@ class LensMean(Means):
     needs = frozenset({"targets"})
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.add_grouped("sums", setup.num_layers + 1)
-        self.add_grouped("counts", 1, dtype=torch.int64)
+        super().__init__(setup, setup.num_layers + 1, counts=(1,))
 
     @abstractmethod
     def reading(self, lens: Readout) -> Tensor:
@@ -162,7 +105,12 @@ class LensMean(Means):
 
 
 class LensAccuracy(LensMean):
-    """Accuracy of the last layer's classifier on layers 0..L, over the positions that have a target."""
+    r"""Accuracy of the last layer's classifier g on layers 0..L, over the N positions that have a target y.
+
+    .. math:: \mathrm{Acc}^{(l)} = \frac{1}{N} \sum_i [\arg\max g(h_i^{(l)}) = y_i]
+
+    Source: "Representation progression and aligned training", Eq. 2.
+    """
 
     name = "lens_accuracy"
     units = dict.fromkeys(("mean", "standard_error"), "1")
@@ -173,7 +121,12 @@ class LensAccuracy(LensMean):
 
 
 class LensLoss(LensMean):
-    """Cross-entropy of the last layer's classifier on layers 0..L, over the positions that have a target."""
+    r"""Cross-entropy of the last layer's classifier on layers 0..L, over the N positions that have a target y.
+
+    .. math:: \frac{1}{N} \sum_i \log \sum_v e^{z_{iv}} - z_{i y_i}, \quad z_i = g(h_i^{(l)})
+
+    Source: "JREG: final-layer jumps", App. K: the loss if inference stopped at this layer.
+    """
 
     name = "lens_loss"
     units = dict.fromkeys(("mean", "standard_error"), "nats")

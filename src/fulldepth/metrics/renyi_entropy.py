@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Means, Observation, Place, Setup
-from fulldepth.metrics.reservoir import EMPTY, priority
+from fulldepth.metrics.reservoir import priority
 from fulldepth.threads import map_threads
 from fulldepth.uncertainty import deal
 
@@ -138,18 +138,14 @@ class RenyiEntropy(Means):
     sites = ("residual", "value")
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.add_grouped("sums", len(self.sites), setup.num_layers + 1, len(ALPHAS))
-        self.add_grouped("counts", len(self.sites), setup.num_layers + 1, 1)
-        ranks = priority(torch.arange(setup.num_sequences), setup.seed)
-        self.threshold = EMPTY
-        if setup.entropy_sequences < setup.num_sequences:
-            self.threshold = int(ranks.sort().values[setup.entropy_sequences])
-        self.chosen = (ranks < self.threshold).nonzero().flatten()
+        places = (len(self.sites), setup.num_layers + 1)
+        super().__init__(setup, *places, len(ALPHAS), counts=(*places, 1))
+        order = priority(torch.arange(setup.num_sequences), setup.seed).argsort()
+        self.chosen = order[: setup.entropy_sequences].sort().values
         """Indices of the sequences used, ascending."""
         of = setup.clusters or range(setup.num_sequences)
-        self.group_of = torch.zeros(max(setup.num_sequences, 1), dtype=torch.int64)
-        self.group_of[self.chosen] = torch.from_numpy(deal([of[index] for index in self.chosen.tolist()]))
+        groups = deal([of[index] for index in self.chosen.tolist()])
+        self.group_of = dict(zip(self.chosen.tolist(), groups.tolist(), strict=True))
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
@@ -160,18 +156,21 @@ class RenyiEntropy(Means):
             return torch.stack([_entropy(shares, alpha) for alpha in ALPHAS], dim=1) / unit(*z.shape[-2:])
 
         mask = observation.attention_mask
-        chosen = (priority(observation.sequence, self.setup.seed) < self.threshold).to(mask.device) & mask.any(1)
-        rows = chosen.nonzero().flatten().tolist()
-        groups = self.group_of[observation.sequence.cpu()].tolist()
+        groups = {
+            row: self.group_of[index]
+            for row, index in enumerate(observation.sequence.tolist())
+            if index in self.group_of and bool(mask[row].any())
+        }
         for index, site in enumerate(self.sites):
-            if site in observation.states and rows:
+            if site in observation.states and groups:
                 states = observation.states[site]
-                parts = [part for row in rows for part in states[:, row, mask[row]].split(LAYERS_AT_ONCE)]
+                parts = [part for row in groups for part in states[:, row, mask[row]].split(LAYERS_AT_ONCE)]
                 entropy = torch.cat(map_threads(entropies, parts, states)).split(len(states))
-                for row, values in zip(rows, entropy, strict=True):  # [S, alphas], of the last S of layers 0..L
+                # entropy: for each row [S, alphas], of the last S of layers 0..L
+                for group, values in zip(groups.values(), entropy, strict=True):
                     valid = values.isfinite().all(1, keepdim=True)
-                    self.sums[groups[row], index, -len(values) :] += values.where(valid, 0.0).to(self.sums)
-                    self.counts[groups[row], index, -len(values) :] += valid.to(self.counts)
+                    self.sums[group, index, -len(values) :] += values.where(valid, 0.0).to(self.sums)
+                    self.counts[group, index, -len(values) :] += valid.to(self.counts)
 
     def places(self, counts: Tensor) -> Iterator[Place]:
         """Every captured site, layer and order; value states have no layer 0."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from fulldepth.targets import IGNORE
+from fulldepth.uncertainty import ranks
 
 CPU = torch.device("cpu")
 CHUNK = 128
@@ -45,11 +47,6 @@ class Accumulator(Metric):
     @property
     def nbytes(self) -> int:
         """Size of the states in bytes; independent of the size of the data set."""
-        return self.own_bytes
-
-    @property
-    def own_bytes(self) -> int:
-        """Size in bytes of the states of this accumulator alone."""
         return sum(state.nbytes for state in self.metric_state.values() if isinstance(state, Tensor))
 
 
@@ -61,18 +58,11 @@ def priority(keys: Tensor, seed: int) -> Tensor:
     """A pseudo-random int64 in [0, 2^62) for every key: a deterministic function of key and seed.
 
     The `k` smallest priorities of a data set are a uniform sample of size `k` without replacement, independent of
-    batching and of the number of processes. (The finaliser of SplitMix64, applied to the key offset by the seed.)
+    batching and of the number of processes. They are `uncertainty.ranks` of the keys, with the top bit set for even
+    seeds.
     """
-    offset = (seed + 1) * 0x1E3779B97F4A7C15 & (1 << 64) - 1
-    x = keys.to(torch.int64) + (offset - (1 << 64) if offset >> 63 else offset)
-    x = (x ^ _shift(x, 30)) * -0x40A7B892E31B1A47
-    x = (x ^ _shift(x, 27)) * -0x6B2FB644ECCEEE15
-    return (x ^ _shift(x, 31)) & ((1 << 62) - 1)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch's own shift of int64 is arithmetic."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    numbers = keys.cpu().numpy().astype(np.uint64) ^ np.uint64((seed + 1) % 2 << 63)
+    return torch.from_numpy((ranks(numbers, seed) & np.uint64((1 << 62) - 1)).astype(np.int64)).to(keys.device)
 
 
 class Sample:
@@ -121,9 +111,9 @@ class Reservoir(Accumulator):
     def update(self, features: Tensor, keys: Tensor, labels: Tensor | None = None) -> None:
         """Offer a batch: `features [N, *shape]`, `keys [N]` unique over the data set, `labels [N]`."""
         self.seen += len(keys)
-        ranks = priority(keys.to(self.priorities.device), self.seed)
-        offered = (ranks < self.priorities.max()).nonzero().flatten()
-        pool = torch.cat([self.priorities, ranks[offered]])
+        priorities = priority(keys.to(self.priorities.device), self.seed)
+        offered = (priorities < self.priorities.max()).nonzero().flatten()
+        pool = torch.cat([self.priorities, priorities[offered]])
         best = pool.argsort()[: self.capacity]
         stays = torch.zeros(len(pool), dtype=torch.bool, device=pool.device)
         stays[best] = True
@@ -135,7 +125,7 @@ class Reservoir(Accumulator):
             self.features[some] = features[tokens].to(self.features)
         self.keys[slots] = keys[source.to(keys.device)].to(self.keys)
         self.labels[slots] = IGNORE if labels is None else labels[source.to(labels.device)].to(self.labels)
-        self.priorities[slots] = ranks[new]
+        self.priorities[slots] = priorities[new]
 
     def observe(self, observation: Any, site: str) -> None:
         """Offer the counted tokens of an observation, once even if several measures that share the reservoir do so."""
@@ -155,9 +145,9 @@ class Reservoir(Accumulator):
 
         The tokens are sorted where they are, as a copy may be as large as everything else that a run holds.
         """
-        ranks, keys = self.priorities.flatten(), self.keys.flatten()
-        best = ranks.argsort()[: self.capacity]
-        best = best[ranks[best] < EMPTY]
+        priorities, keys = self.priorities.flatten(), self.keys.flatten()
+        best = priorities.argsort()[: self.capacity]
+        best = best[priorities[best] < EMPTY]
         best = best[keys[best].argsort()]
         features = self.features.flatten(0, -len(self.shape) - 1)  # [tokens of all processes, *shape]
         with torch.inference_mode(features.is_inference()):

@@ -1,4 +1,4 @@
-"""Weights of memory routers (LIME) and of several residual streams (Hyper-Connections)."""
+"""Weights of memory routers (LIME)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from torch import Tensor
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
 
 SITE = "routing"
-MIXING = {"attention": "attention_mixing", "mlp": "mlp_mixing"}
-"""Branch -> site of its connection's weights."""
-STREAMS = ("input", "kept", "given", "output")
-"""Statistics of a stream."""
 
 
 def retrieval_weight(routing: Tensor, counted: Tensor | None = None) -> Tensor:
@@ -114,61 +110,20 @@ def expected_retrieval(weights: Tensor, shares: Tensor) -> Tensor:
     return (weights.double() @ sources) @ grouped.to(weights.device)
 
 
-def stream_mixing(mixing: Tensor, counted: Tensor | None = None) -> Tensor:
-    r"""Weights of one connection per stream, averaged over tokens.
-
-    A branch f between streams `h_1..h_n` reads and writes
-
-    .. math:: x = \sum_i \alpha_{i0} h_i, \qquad h'_j = \beta_j f(x) + \sum_i \alpha_{ij} h_i
-
-    For every stream i: `input` = `alpha_i0`, its weight in the branch's input; `kept` = `alpha_ii`, its weight in
-    itself; `given` = the sum of `alpha_ij` over the other streams j, its weight in them; `output` = `beta_i`, the
-    weight of the branch's output in it. The single stream of a pre-norm network has 1, 1, 0, 1.
-
-    Args:
-        mixing: the connection's weights `[alpha_i0, alpha_i1..alpha_in, beta_i]`, `[n, n + 2]`, or `[B, T, n, n + 2]`
-            if they depend on the token.
-        counted: `[B, T]` bool, the tokens to average over; None = all. Used for the second form only.
-
-    Returns:
-        `[n, 4]` float64, unit 1, any sign: columns in the order of `STREAMS`.
-
-    Raises:
-        ValueError: if `mixing` has another shape, or `counted` does not fit it.
-
-    Source: "Hyper-Connections" (arXiv 2409.19606), Sec. 2.
-    """
-    return _by_stream(mixing, counted).mean(0)
-
-
-def _of_tokens(weights: Tensor, counted: Tensor | None, dependent: bool) -> Tensor:
-    """[N, ...] float64 weights of the counted tokens; N = 1 if they do not depend on the token."""
-    if not dependent:
-        return weights.double()[None]
-    if counted is None:
-        return weights.double().flatten(0, 1)
-    if counted.shape != weights.shape[:2]:
-        raise ValueError(f"counted must be {tuple(weights.shape[:2])}, got {tuple(counted.shape)}")
-    return weights[counted.to(weights.device)].double()
-
-
 def _by_head(routing: Tensor, counted: Tensor | None, shares: bool = False) -> Tensor:
     """[N, H, r] weights, or shares of absolute ones, of each counted token (N = 1 if all share them); kv: summed."""
     if routing.ndim not in (2, 3, 4):
         raise ValueError(f"routing must be [H, r], [B, T, H, r] or [H, r, H], got shape {tuple(routing.shape)}")
-    chosen = _of_tokens(routing.abs() if shares else routing, counted, routing.ndim == 4)
-    chosen = chosen.sum(-1) if routing.ndim == 3 else chosen
+    chosen = (routing.abs() if shares else routing).double()
+    if routing.ndim < 4:
+        chosen = chosen[None] if routing.ndim == 2 else chosen.sum(-1)[None]
+    elif counted is None:
+        chosen = chosen.flatten(0, 1)
+    elif counted.shape != routing.shape[:2]:
+        raise ValueError(f"counted must be {tuple(routing.shape[:2])}, got {tuple(counted.shape)}")
+    else:
+        chosen = chosen[counted.to(routing.device)]
     return chosen / chosen.sum(-1, keepdim=True) if shares else chosen
-
-
-def _by_stream(mixing: Tensor, counted: Tensor | None) -> Tensor:
-    """[N, n, 4] weights of each counted token; N = 1 if all tokens share them."""
-    if mixing.ndim not in (2, 4) or mixing.shape[-1] != mixing.shape[-2] + 2:
-        raise ValueError(f"mixing must be [n, n + 2] or [B, T, n, n + 2], got shape {tuple(mixing.shape)}")
-    chosen = _of_tokens(mixing, counted, mixing.ndim == 4)
-    between = chosen[..., 1:-1]
-    kept = between.diagonal(dim1=-2, dim2=-1)
-    return torch.stack([chosen[..., 0], kept, between.sum(-1) - kept, chosen[..., -1]], dim=-1)
 
 
 class RetrievalWeight(Measure):
@@ -243,47 +198,4 @@ class ExpectedRetrieval(RetrievalWeight):
                 zip(values["share"], values["count"], self.setup.head_shares, strict=True), start=1
             )
             if count
-        ]
-
-
-class StreamMixing(Measure):
-    """Mean weights of both connections of every layer over tokens.
-
-    The sites are `attention_stream_i` and `mlp_stream_i`, i from 0.
-    """
-
-    name = "stream_mixing"
-    units = dict.fromkeys(STREAMS, "1")
-    sites = tuple(MIXING.values())
-    needs = frozenset({"streams"})
-    sums: Tensor
-    counts: Tensor
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.add_sum("sums", len(MIXING), setup.num_layers, setup.num_streams, len(STREAMS))
-        self.add_sum("counts", len(MIXING), setup.num_layers)
-
-    def update(self, observation: Observation) -> None:
-        """Add one batch."""
-        tokens = int(observation.counted.sum())
-        for index, site in enumerate(MIXING.values()):
-            for layer, mixing in observation.coefficients[site].items() if tokens else ():
-                weights = _by_stream(mixing, observation.counted)
-                self.sums[index, layer - 1] += (weights.sum(0) * (tokens / len(weights))).to(self.sums)
-                self.counts[index, layer - 1] += tokens
-
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """[2, L, n, 4] means and [2, L] counts: attention and MLP, layers 1..L, streams, statistics."""
-        return self.sums / self.counts[..., None, None], self.counts.clone()
-
-    def rows(self) -> list[Row]:
-        """Four rows for each connection, stream and layer."""
-        means, counts = self.compute()
-        return [
-            self.row(statistic, value, counts[index, layer], layer + 1, site=f"{branch}_stream_{stream}")
-            for index, branch in enumerate(MIXING)
-            for layer in counts[index].nonzero().flatten().tolist()
-            for stream, values in enumerate(means[index, layer].tolist())
-            for statistic, value in zip(STREAMS, values, strict=True)
         ]

@@ -1,12 +1,10 @@
-"""Linear probes: separability of look-alike words (LIME, Sec. 5.3), and accuracy on another set of samples."""
+"""Linear separability of look-alike words (LIME, Sec. 5.3)."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +48,11 @@ def separability(features: Tensor, labels: Tensor, folds: int = FOLDS, seed: int
 
     Source: "LIME: layer-integrated memory", Sec. 5.3 (there with an unconverged probe and unbalanced classes).
     """
-    x, y = _arrays(features, labels)
+    if features.ndim != 2 or labels.shape != features.shape[:1]:
+        raise ValueError(
+            f"expected features [N, D] and labels [N], got {tuple(features.shape)} and {tuple(labels.shape)}"
+        )
+    x, y = features.detach().double().cpu().numpy(), labels.cpu().numpy()
     classes, sizes = np.unique(y, return_counts=True)
     if len(classes) < 2 or folds < 2 or sizes.min() < folds:
         raise ValueError(
@@ -60,74 +62,13 @@ def separability(features: Tensor, labels: Tensor, folds: int = FOLDS, seed: int
     if not np.isfinite(x).all():
         return math.nan, math.nan
     kept, splits = _balanced(y, seed), StratifiedKFold(folds, shuffle=True, random_state=seed)
-    scores = _converged(lambda probe: cross_val_score(probe, x[kept], y[kept], cv=splits, error_score="raise"))
-    return (math.nan, math.nan) if scores is None else (float(scores.mean()), float(scores.std()))
-
-
-def probe_accuracy(
-    features: Tensor, labels: Tensor, test_features: Tensor, test_labels: Tensor, seed: int = 0
-) -> tuple[float, float]:
-    r"""Class-balanced accuracy, on a test set, of a linear classifier that is fitted to frozen features, in [0, 1].
-
-    L2-penalised multinomial logistic regression (C = 1), fitted to convergence on features that are standardised by the
-    training set. Every class of the training set is subsampled to the size of the smallest. The accuracy is the mean
-    over classes of the share `p_k` of their `n_k` test samples that are classified correctly; its standard error is
-    :math:`\frac{1}{K} \sqrt{\sum_k p_k (1 - p_k) / n_k}`.
-
-    Args:
-        features: of the training set, `[N, D]`.
-        labels: class of each, `[N]`.
-        test_features: `[M, D]`.
-        test_labels: `[M]`; classes that the training set has too.
-        seed: of the subsampling.
-
-    Returns:
-        Accuracy and standard error, unit 1; NaN if a feature is not finite or no solver converges.
-
-    Raises:
-        ValueError: if shapes do not match, the training set has fewer than two classes, or the test set is empty or has
-            a class that the training set lacks.
-
-    Source: "Representation progression and aligned training", App. B.4 (linear classifier on a frozen body).
-    """
-    (x, y), (test_x, test_y) = _arrays(features, labels), _arrays(test_features, test_labels)
-    classes = np.unique(y)
-    if len(classes) < 2 or not len(test_y) or not set(test_y.tolist()) <= set(classes.tolist()):
-        raise ValueError(
-            f"expected at least 2 classes and test samples of these classes alone, got {classes.tolist()} and "
-            f"{sorted(set(test_y.tolist()))}"
-        )
-    if not (np.isfinite(x).all() and np.isfinite(test_x).all()):
-        return math.nan, math.nan
-    kept = _balanced(y, seed)
-    predicted = _converged(lambda probe: probe.fit(x[kept], y[kept]).predict(test_x))
-    if predicted is None:
-        return math.nan, math.nan
-    shares = [
-        (float((predicted[test_y == label] == label).mean()), int((test_y == label).sum()))
-        for label in np.unique(test_y)
-    ]
-    variance = sum(share * (1 - share) / count for share, count in shares)
-    return sum(share for share, _ in shares) / len(shares), math.sqrt(variance) / len(shares)
-
-
-def _arrays(features: Tensor, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Float64 features `[N, D]` and labels `[N]`."""
-    if features.ndim != 2 or labels.shape != features.shape[:1]:
-        raise ValueError(
-            f"expected features [N, D] and labels [N], got {tuple(features.shape)} and {tuple(labels.shape)}"
-        )
-    return features.detach().double().cpu().numpy(), labels.cpu().numpy()
-
-
-def _converged(compute: Callable[[Any], np.ndarray]) -> np.ndarray | None:
-    """What is computed with the probe, by the first solver that converges; None if none does."""
     for solver in SOLVERS:
         probe = make_pipeline(StandardScaler(), LogisticRegression(solver=solver, max_iter=10_000))
         with warnings.catch_warnings(), suppress(ConvergenceWarning):
             warnings.simplefilter("error", ConvergenceWarning)
-            return compute(probe)
-    return None
+            scores = cross_val_score(probe, x[kept], y[kept], cv=splits, error_score="raise")
+            return float(scores.mean()), float(scores.std())
+    return math.nan, math.nan
 
 
 def _balanced(labels: np.ndarray, seed: int) -> np.ndarray:
@@ -165,9 +106,8 @@ class Separability(Measure):
     def reset(self) -> None:
         """Reset the states and all reservoirs."""
         super().reset()
-        for reservoirs in self.kept.values():
-            for reservoir in reservoirs:
-                reservoir.reset()
+        for reservoir in self.reservoirs:
+            reservoir.reset()  # type: ignore[operator]
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""

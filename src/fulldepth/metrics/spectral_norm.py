@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class SpectralNorm(Measure):
     """Spectral norm of every projection named in `Setup.projections`, in layers 1..L.
 
     For the projections of E experts, `[E, m, n]`, the `mean` and the `max` over experts, with `count` = E. `update`
-    takes weights, not batches; the matrices may be distributed over processes.
+    takes weights, not batches; they may be distributed over processes.
     """
 
     name = "spectral_norm"
@@ -115,36 +115,22 @@ class SpectralNorm(Measure):
             self.add_sum(name, *shape)
         self.add("maxima", shape, reduce="max", device=setup.device)
 
-    def update(self, site: str | int, layer: int, weight: Tensor, norm: Tensor | None = None) -> None:
-        """Add one matrix `[m, n]`, or the matrices of all experts `[E, m, n]`.
+    def update(self, matrices: Iterable[tuple[str, int, Tensor]]) -> None:
+        """Add matrices `[m, n]`, or the matrices of all experts `[E, m, n]`, several at a time in threads.
 
         Args:
-            site: the projection's name or index.
-            layer: 1-based.
-            weight: its weight.
-            norm: the spectral norm of a single matrix, if it is known.
+            matrices: projection, layer (from 1) and weight.
         """
-        index = self.setup.projections.index(site) if isinstance(site, str) else site
-        if not 1 <= layer <= self.setup.num_layers:
-            raise ValueError(f"layer must lie in 1..{self.setup.num_layers}, got {layer}")
-        at = (index, layer - 1)
-        if weight.ndim < 3:
-            self.sums[at] += (spectral_norm(weight) if norm is None else norm).to(self.sums)
-            self.counts[at] += 1
-            return
-        norms = torch.stack(map_threads(spectral_norm, weight, weight)).to(self.sums)
-        self.expert_sums[at] += norms.sum()
-        self.experts[at] += len(norms)
-        self.maxima[at] = torch.maximum(self.maxima[at], norms.max())
-
-    def update_all(self, matrices: Iterable[tuple[str | int, int, Tensor]]) -> None:
-        """`update` for every (projection, layer, weight), several at a time in threads."""
         matrices = iter(matrices)
         while part := list(islice(matrices, torch.get_num_threads())):  # few, because packed weights are unpacked
-            weights = [weight for *_, weight in part if weight.ndim < 3]
-            norms = iter(map_threads(spectral_norm, weights, *weights))
-            for site, layer, weight in part:
-                self.update(site, layer, weight, next(norms) if weight.ndim < 3 else None)
+            stacks = [weight if weight.ndim > 2 else weight[None] for *_, weight in part]
+            norms = torch.stack(map_threads(spectral_norm, chain(*stacks), *stacks)).to(self.sums)
+            for (site, layer, weight), found in zip(part, norms.split([*map(len, stacks)]), strict=True):
+                at = (self.setup.projections.index(site), layer - 1)
+                sums, counts = (self.expert_sums, self.experts) if weight.ndim > 2 else (self.sums, self.counts)
+                sums[at] += found.sum()
+                counts[at] += len(found)
+                self.maxima[at] = torch.maximum(self.maxima[at], found.max())
 
     def compute(self) -> dict[tuple[str, int, str], tuple[float, int]]:
         """(projection, layer, statistic) -> value and number of matrices, for the projections that were added."""

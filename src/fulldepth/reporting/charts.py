@@ -51,7 +51,6 @@ SMALLEST = 0.05
 """Smallest range of the colours of differences, so that noise stays pale."""
 DIFFERENCES = {"percent": "percent", "share": "percent", "rate": "rate"}
 """Scale of values -> scale of their differences."""
-BRANCHES = {"attention": "Attention", "mlp": "MLP"}
 
 
 @dataclass(frozen=True, config={"extra": "forbid"})
@@ -156,8 +155,6 @@ class Figure:
     lines: tuple[Line, ...] = ()
     band: tuple[str, str] | None = None
     """Statistics of the ends of the band around the first line."""
-    needs_first_line: bool = False
-    """Whether there is no figure without the first line."""
     previous: str = ""
     """Name of a line of the layer before."""
     maps: tuple[Reading, ...] = ()
@@ -166,8 +163,6 @@ class Figure:
     """Value of the first colour; None = zero, or symmetric if values are negative."""
     turned: bool = False
     """Whether the second layer of a pair runs upwards."""
-    streams: bool = False
-    """Whether the rows of the map are residual streams, by site."""
     followed: bool = False
     """Whether compared lines are also drawn over training, one line per layer: the figure `steps_NAME`."""
     secondary: bool = False
@@ -234,7 +229,7 @@ def alone(record: Figure, source: PageSource, group: list[Line], **about: Any) -
         )
         for line in group
     ]  # fmt: skip
-    if not any(drawn) or (record.needs_first_line and not drawn[0]):
+    if not any(drawn):
         return None
     if record.band:
         below, above = (record.values(group[0], table, layers, end) for end in (low, high))
@@ -320,13 +315,7 @@ def maps(record: Figure, source: PageSource) -> Figures:
 
 def _cells(record: Figure, reading: Reading, table: pd.DataFrame) -> tuple[pd.DataFrame, list[str] | None]:
     """The cells of a map, and the names of its rows unless they are layers."""
-    rows = select(table, reading.measure, reading.statistic, reading.site).dropna(subset=["layer"])
-    if record.streams:
-        places = {site: (site.split("_")[0], int(site.rpartition("_")[2])) for site in rows["site"].dropna().unique()}
-        order = sorted(places, key=places.__getitem__)
-        names = [f"{BRANCHES.get(branch, '?')} {stream}" for branch, stream in map(places.__getitem__, order)]
-        return grid(rows, map(order.index, rows["site"]), rows["layer"]), names
-    rows = rows.dropna(subset=["other"])
+    rows = select(table, reading.measure, reading.statistic, reading.site).dropna(subset=["layer", "other"])
     if record.turned:
         cells = grid(rows, rows["other"], rows["layer"])
         return cells, [layer_name(row, short=True) for row in cells.index]

@@ -127,11 +127,8 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
         raise FulldepthError(f"The baseline must be a position from 0 to {len(labels) - 1} or a name, got {first}.")
     depth: Depth = settings.depth or ("layer" if len(set(map(depth_of, loaded))) == 1 else "relative")
     compared = {"baseline": labels[first], "depth": depth}
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        **provenance("comparison", {"names": labels, **compared}, packages=()),
-        **compared,
-    }
+    settled = {"names": labels, **compared}
+    document = {"schema_version": SCHEMA_VERSION, **provenance("comparison", settled, packages=()), **compared}
     if kinds[0] == "training":
         table, entries = runs.compare_runs(loaded, labels, first, depth)
     else:

@@ -251,7 +251,8 @@ class Results:
             raise TableMismatchError(folder, meta, STORED[name])
         rows = table.read(folder / TABLE)
         groups = influences.read(folder / GROUPS) if "influences" in stamps else None
-        check_consistent(folder, meta, rows, groups)
+        for reason in contradictions(meta, rows, groups):
+            raise FulldepthError(f"Cannot read {folder}: {reason}.")
         return cls(rows, meta, groups)
 
 
@@ -310,45 +311,37 @@ EXITS = ("exit", "generation", "evaluation")
 """Kinds of results about a model that stops early."""
 
 
-def check_consistent(
-    folder: Path, meta: Mapping[str, Any], table: pd.DataFrame, groups: pd.DataFrame | None = None
-) -> None:
-    """Refuse a folder whose document and tables contradict each other.
-
-    Raises:
-        FulldepthError: if the kind is not that of a result folder, a required column or entry is missing, the table
-            has more layers than the model, counts by layer are of another depth than the model's, or the influences
-            `groups` are of another number of groups.
+def contradictions(meta: Mapping[str, Any], table: pd.DataFrame, groups: pd.DataFrame | None = None) -> Iterator[str]:
+    """What contradicts itself in a document, its table and its influences `groups`: the kind is not that of a result
+    folder, a required column or entry is missing, the table has more layers than the model, counts by layer are of
+    another depth than the model's, or the influences are of another number of groups.
     """
     kind = str(meta.get("kind"))
     stated = (meta.get("groups") or {}).get("count")
-    if groups is not None and len(influences.groups_of(groups)) != stated:
-        raise FulldepthError(
-            f"Cannot read {folder}: the influences are of {len(influences.groups_of(groups))} groups, the document "
-            f"states {stated}."
-        )
+    if groups is not None and (count := len(influences.groups_of(groups))) != stated:
+        yield f"the influences are of {count} groups, the document states {stated}"
     if kind == TOGETHER:
-        raise FulldepthError(f"Cannot read {folder}: {TOGETHER!r} is the kind of a page, not of a result folder.")
+        yield f"{TOGETHER!r} is the kind of a page, not of a result folder"
     if missing := [name for name in NEEDED.get(kind, ()) if name not in table.columns]:
-        raise FulldepthError(f"Cannot read {folder}: results of kind {kind} lack the columns {', '.join(missing)}.")
+        yield f"results of kind {kind} lack the columns {', '.join(missing)}"
     if kind == "comparison":
         if not meta.get("models"):
-            raise FulldepthError(f"Cannot read {folder}: a comparison lacks the entry `models`.")
+            yield "a comparison lacks the entry `models`"
         if meta.get("of") == "training" and (meta.get("step") is None or "step" not in table.columns):
-            raise FulldepthError(f"Cannot read {folder}: a comparison of training runs lacks their common step.")
+            yield "a comparison of training runs lacks their common step"
     elif meta.get("models") and kind != "bench":
-        raise FulldepthError(f"Cannot read {folder}: results of kind {one_line(kind, 60)} have the entry `models`.")
+        yield f"results of kind {one_line(kind, 60)} have the entry `models`"
     elif kind in ("measure", "training", *EXITS):
         layers = (meta.get("model") or {}).get("num_layers")
         places = [frame[["layer", "other"]] for frame in (table, groups) if frame is not None]
         deepest = pd.concat(places).max().max()
         if layers is not None and not pd.isna(deepest) and deepest > layers:
-            raise FulldepthError(f"Cannot read {folder}: the table has layer {deepest} of a model of {layers} layers.")
+            yield f"the table has layer {deepest} of a model of {layers} layers"
         if kind not in EXITS:
             return
         generation = meta.get("generation")
         if generation is not None and isinstance(generation, list) is not (kind == "exit"):
-            raise FulldepthError(f"Cannot read {folder}: the entry `generation` is not that of results of kind {kind}.")
+            yield f"the entry `generation` is not that of results of kind {kind}"
         runs = [*(meta.get("exits") or []), *(generation if isinstance(generation, list) else [])]
         stats = (generation.get("stats") or {}) if isinstance(generation, Mapping) else {}
         counts = [run.get("exits") for run in (*runs, stats)]
@@ -356,4 +349,4 @@ def check_consistent(
         depths = {len(count) for count in counts if count is not None} | ({layers} if layers is not None else set())
         if len(depths) > 1:
             listed = ", ".join(map(str, sorted(depths)[:4]))
-            raise FulldepthError(f"Cannot read {folder}: counts by layer for {listed} layers in one document.")
+            yield f"counts by layer for {listed} layers in one document"

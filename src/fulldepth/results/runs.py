@@ -121,19 +121,15 @@ def _entry(run: Results, label: str, is_baseline: bool, step: int) -> Entry:
         values = _rows(table, measure, layer)["value"]
         return float(values.iloc[-1]) if len(values) else None
 
-    rates, loads, seconds = (
-        _rows(so_far, "throughput")["value"],
-        _rows(so_far, "other_load")["value"],
-        seconds_per_step(run.table, step),
-    )
+    seconds = pd.Series([*seconds_per_step(run.table, step).values()], dtype="float64")
     numbers = {
         "validation_loss": (last(at_step, "validation_loss"), "nats"),
         **{name: (last(at_step, "jump_rate", layers - back), "%") for back, name in enumerate(JUMPS)},
         "last_layer_displacement": (last(at_step, "displacement", layers), "1"),
-        "time_per_step": (float(np.median([*seconds.values()])) if seconds else None, "s"),
-        "throughput": (float(rates.median()) if len(rates) else None, "tokens/s"),
+        "time_per_step": (seconds.median(), "s"),
+        "throughput": (_rows(so_far, "throughput")["value"].median(), "tokens/s"),
         "peak_memory": (last(so_far, "peak_memory"), "MiB"),
-        "other_load": (float(loads.max()) if len(loads) else None, "1"),
+        "other_load": (_rows(so_far, "other_load")["value"].max(), "1"),
         "parameters": (meta["model"].get("parameters") or None, "1"),
     }
     losses = _rows(run.table, "validation_loss")
@@ -146,7 +142,7 @@ def _entry(run: Results, label: str, is_baseline: bool, step: int) -> Entry:
         "last_step": int(losses["step"].max()),
         "targets": int(counts.iloc[-1]) if len(counts) else None,
         "headline": {
-            name: Finding(value, unit).document() for name, (value, unit) in numbers.items() if value is not None
+            name: Finding(value, unit).document() for name, (value, unit) in numbers.items() if pd.notna(value)
         },
     }
 

@@ -61,12 +61,10 @@ def read(path: Path, required: Sequence[str] = COLUMNS) -> pd.DataFrame:
         raise FulldepthError(f"Cannot read {path}: it is larger than {MOST_BYTES >> 20:,} MiB.")
     with reading(path):
         file = pyarrow.parquet.ParquetFile(path)
-        fields = {field.name: field.type for field in file.schema_arrow}
-        names = list(file.schema_arrow.names)
-        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
-        size = sum(group.total_byte_size for group in groups)
+        schema, described, rows = file.schema_arrow, file.metadata, file.metadata.num_rows
+        names: list[str] = schema.names
+        size = sum(described.row_group(index).total_byte_size for index in range(described.num_row_groups))
     with file:
-        rows = file.metadata.num_rows
         if missing := [column for column in required if column not in names]:
             raise FulldepthError(f"{path} lacks the columns {', '.join(missing)}.")
         if len(names) > MOST_COLUMNS or len(set(names)) < len(names):
@@ -76,10 +74,10 @@ def read(path: Path, required: Sequence[str] = COLUMNS) -> pd.DataFrame:
                 f"Cannot read {path}: it declares {rows:,} rows and {size:,} bytes of values, at most {MOST_ROWS:,} "
                 f"and {MOST_BYTES:,} are read."
             )
-        for name, kind in fields.items():
+        for name, kind in zip(names, schema.types, strict=True):
             _check_type(path, name, kind, rows)
         with reading(path):
-            texts = [name for name, kind in fields.items() if _is_text(kind)]
+            texts = [name for name, kind in zip(names, schema.types, strict=True) if _is_text(kind)]
             columns = pyarrow.parquet.ParquetFile(path, read_dictionary=texts).read()
             columns.validate(full=True)
     total = 0  # text is stored once per value, and may become too long when expanded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,11 +24,10 @@ class MeasureSettings(ReadingSettings):
         "Loading the model": SPREADING,
     }
 
-    measures: list[str] | None = None
+    measures: Annotated[list[str], Field(min_length=1)] | None = None
     """Comma-separated names from displacement, jump_rate, coherence, cosine, cka, norm_ratio, lens_accuracy,
     lens_loss, saturation, effective_depth, nc1, renyi_entropy, separability, spectral_norm, mmd, retrieval_weight,
-    expected_retrieval, stream_mixing, average_precision; None = all that model
-    and data allow."""
+    expected_retrieval, average_precision; None = all that model and data allow."""
     batch_size: Count = 8
     """Sequences in one forward pass; does not affect results."""
     token_policy: TokenPolicy = "auto"
@@ -36,9 +35,6 @@ class MeasureSettings(ReadingSettings):
     never padding. auto: all for language models, what the head reads for classifiers and CLIP."""
     words: list[str] = Field(default_factory=list)
     """Comma-separated look-alike words whose linear separability is measured: is,are,was,were."""
-    probe_data: str | None = None
-    """Second labelled data set of the same classes: also measure probe_accuracy, of a linear classifier that is fitted
-    to every layer's features of --data and scored on this set."""
     exact: bool = False
     """Sample nothing: the lens reads all positions, the entropies all sequences, and all tokens are kept for the
     measures that are not sums."""
