@@ -137,7 +137,9 @@ def refit(
             weights, norms after the sums), or the data cannot be split.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    settings = settings_of(plan, settings)
+    reading = HeldoutSettings.model_fields.keys() - PLACES
+    stored = {name: value for name, value in plan.cost.get("settings", {}).items() if name in reading}
+    settings = layered(HealSettings, stored, settings.model_dump(mode="json", exclude_unset=True))
     loading = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
     checkpoint = open_model(model, **loading)
     original = checkpoint.model
@@ -154,32 +156,33 @@ def refit(
         fitting, choosing, unseen = split_rows(plan, examples, heldout is not None, settings.seed)
         healed = copy.deepcopy(original)
         scales = fold(healed, plan).stream_scale
-        before = heldout_losses(
-            {"original": original, "removed": healed}, unseen, settings.batch_size, watcher, READINGS
-        )
+        models = {"original": original, "removed": healed}
+        readings = heldout_losses(models, unseen, settings.batch_size, watcher, READINGS)
         refits = _heal(original, healed, plan, scales, (fitting, choosing), settings.batch_size, watcher)
-        after = heldout_losses(
-            {"original": original, "refitted": healed}, unseen, settings.batch_size, watcher, READINGS
+        planned = {**plan.document()["model"], "hash": model_hash(healed)}
+        healing = Healing(
+            original,
+            healed,
+            plan.changed(model=planned, scalars={}, healed_loss=None, control_loss=None),
+            settings,
+            Examples([*fitting, *choosing], unseen, examples.meta),
+            fitting,
+            choosing,
+            refits,
+            readings,
         )
-    planned = {**plan.document()["model"], "hash": model_hash(healed)}
-    return Healing(
-        original,
-        healed,
-        plan.changed(model=planned, scalars={}, healed_loss=None, control_loss=None),
-        settings,
-        Examples([*fitting, *choosing], unseen, examples.meta),
-        fitting,
-        choosing,
-        refits,
-        {kind: replace(own, sums={**own.sums, **after[kind].sums}) for kind, own in before.items()},
-    )
+        return with_model(healing, "refitted", healed, watcher)
 
 
-def settings_of(plan: Plan, given: HealSettings) -> HealSettings:
-    """The given settings; the search's are the defaults of how data are read, so that the same rows are held out."""
-    known = HeldoutSettings.model_fields.keys() - PLACES
-    stored = {name: value for name, value in plan.cost.get("settings", {}).items() if name in known}
-    return layered(HealSettings, stored, given.model_dump(mode="json", exclude_unset=True))
+def with_model(healing: Healing, label: str, model: PreTrainedModel | Path, watcher: Watcher) -> Healing:
+    """The healing with the losses of a further model or checkpoint on the held-out rows."""
+    own = open_model(model, device=healing.original.device).model.eval()
+    models = {"original": healing.original, label: own}
+    losses = heldout_losses(models, healing.examples.heldout, healing.settings.batch_size, watcher, READINGS)
+    readings = {
+        kind: replace(before, sums={**before.sums, **losses[kind].sums}) for kind, before in healing.readings.items()
+    }
+    return replace(healing, readings=readings)
 
 
 def split_rows(

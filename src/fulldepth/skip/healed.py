@@ -26,11 +26,10 @@ from fulldepth.files import write_text
 from fulldepth.hf import load_tokenizer, open_model
 from fulldepth.hf.checkpoint_folder import folder_to_be
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, finite, provenance, tabulate
-from fulldepth.skip.bench import gap_finding, heldout_losses, in_words
+from fulldepth.skip.bench import gap_finding, in_words
 from fulldepth.skip.exports.export import NOTES, export, read_notes
-from fulldepth.skip.heal import READINGS, Healing
+from fulldepth.skip.heal import Healing
 from fulldepth.skip.outcome import joined
 from fulldepth.skip.plan import Plan, in_sample
 
@@ -51,17 +50,6 @@ def format_for(plan: Plan, model: PreTrainedModel) -> str:
     if plan.kind == "layer":
         return "layer"
     return "fast" if model.config.get_text_config(decoder=True).model_type in SKIPPED else "folded"
-
-
-def with_model(healing: Healing, label: str, model: PreTrainedModel | Path, watcher: Watcher) -> Healing:
-    """The healing with the losses of a further model or checkpoint on the held-out rows."""
-    own = open_model(model, device=healing.original.device).model.eval()
-    models = {"original": healing.original, label: own}
-    losses = heldout_losses(models, healing.examples.heldout, healing.settings.batch_size, watcher, READINGS)
-    readings = {
-        kind: replace(before, sums={**before.sums, **losses[kind].sums}) for kind, before in healing.readings.items()
-    }
-    return replace(healing, readings=readings)
 
 
 def with_weights(healing: Healing, checkpoint: Path) -> Healing:
