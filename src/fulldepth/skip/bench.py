@@ -109,6 +109,7 @@ def bench(
     """
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
         raise FulldepthError("Expected one export or more to compare with the original.")
+    settings.check_effect(data=data is not None, heldout=heldout is not None)
     with ExitStack() as stack:
         stack.enter_context(claimed(output, overwrite))
         entries = _opened(original, exports, settings)

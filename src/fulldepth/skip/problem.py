@@ -68,10 +68,8 @@ def open_for(model: str | Path | PreTrainedModel, settings: SearchSettings, proc
     """The language model as passed in, or loaded by the settings of a search.
 
     Raises:
-        FulldepthError: as `load_checkpoint`; for another model; for a device and a device map at once.
+        FulldepthError: as `load_checkpoint`; for another model.
     """
-    if settings.device is not None and settings.device_map is not None:
-        raise FulldepthError("Set a device or a device map, not both.")
     options = settings.model_dump(include={"dtype", "device_map", "revision", "trust_remote_code"})
     checkpoint = open_model(model, device=process.device(settings.device), **options)
     check_task(anatomy_candidates(checkpoint.model)[0])
@@ -198,10 +196,6 @@ def _num_blocks(settings: SearchSettings, depth: int) -> int | None:
             f"The search is {settings.search!r}, and given layers are {given}; use both `search: given` and "
             "the layers, or none."
         )
-    if settings.search != "greedy" and (settings.budget or settings.pool):
-        raise FulldepthError(f"budget and pool are for the search `greedy`; `{settings.search}` has no such rounds.")
-    if settings.max_loss is not None and settings.search not in ("greedy", "exact"):
-        raise FulldepthError(f"max_loss needs the search greedy or exact; `{settings.search}` ranks once.")
     if settings.search == "groups" and settings.granularity != "layer":
         raise FulldepthError(f"`groups` removes a run of layers, not of {settings.granularity}; use granularity layer.")
     blocks = settings.blocks if given is None else len(given)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.loading import Length, Seed
+from fulldepth.settings.search import EffectiveSettings
 from fulldepth.skip.plan import differences
 
 FILE = "responses.jsonl"
@@ -32,8 +33,10 @@ NOTES = "responses.json"
 """File that describes how the responses beside it were generated."""
 
 
-class Sampling(Settings):
+class Sampling(EffectiveSettings):
     """Settings of a generation."""
+
+    belongs: ClassVar = {"generate_responses": ("temperature", "max_new_tokens")}
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """0 = greedy."""
@@ -285,7 +288,7 @@ def respond(
     digest = hashlib.sha256(text.encode()).hexdigest()
     write_text(notes, json.dumps({"asked": asked, "made": generated.settings, "sha256": digest}, indent=2))
     write_text(responses, text)
-    return dict(read_document(notes, StoredNotes).made)
+    return generated.settings
 
 
 def _has_text(prompt: Prompt) -> bool:

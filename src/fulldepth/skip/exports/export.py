@@ -123,16 +123,15 @@ def export(
     Raises:
         FulldepthError: if `output` exists or is misnamed, the plan is for another model or of a granularity that the
             format does not hold, folding is refused, the disk is full, the export computes other logits than the plan's
-            model, or both `device` and `device_map` are set.
+            model, or a setting has no effect with the format.
     """
     file_format, target = FORMATS[known_format(format)], Path(output)
     single = file_format.suffix is not None
     most_bytes = settings.shard_size if isinstance(settings.shard_size, int) else file_size(settings.shard_size)
     check_target(target, file_format.suffix)
+    settings.check_effect(format=format)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     hub = settings.model_dump(include={"revision", "trust_remote_code"})
-    if settings.device is not None and settings.device_map is not None:
-        raise FulldepthError("Set a device or a device map, not both.")
     if hasattr(model, "peft_config"):
         raise FulldepthError(
             "The model holds an adapter, which has no place in an export. Merge it (PeftModel.merge_and_unload()) "
