@@ -30,6 +30,7 @@ from fulldepth.execution.scoring import Scorer
 from fulldepth.hf import Anatomy, Block
 from fulldepth.progress import Watcher
 from fulldepth.settings.search import SearchSettings
+from fulldepth.skip.loss_cache import LossCache
 
 REACHED = 1e-9
 """Rounding below which nothing is left to gain."""
@@ -88,12 +89,12 @@ def count_goal(costs: Costs, blocks: int) -> Goal:
 
 
 def goal_of(
-    scorer: Scorer, settings: SearchSettings, blocks: int | None, timed: Callable[[], Mapping[str, float]]
+    loss_cache: LossCache, settings: SearchSettings, blocks: int | None, timed: Callable[[], Mapping[str, float]]
 ) -> Goal:
     """The goal that the settings state.
 
     Args:
-        scorer: of the model.
+        loss_cache: of the search.
         settings: with one target, or none and a number of blocks.
         blocks: that number.
         timed: gives the gain of each kind of block in time, by `measured`.
@@ -101,7 +102,7 @@ def goal_of(
     Raises:
         FulldepthError: for a target that removing every candidate would not reach.
     """
-    costs, anatomy, target = scorer.costs, scorer.anatomy, settings.target
+    costs, anatomy, target = loss_cache.costs, loss_cache.scorer.anatomy, settings.target
     if target is None:
         return count_goal(costs, blocks or 0)
     notes: dict[str, Any] = {}
@@ -127,7 +128,7 @@ def goal_of(
     most = sum(gains.values())
     if most < needed:
         reach = f"{1 / max(1 - most, 1e-3):.2f} times as fast" if target == "target_speedup" else f"{1 - most:.2f}"
-        raise FulldepthError(
+        raise loss_cache.refused(
             f"{target} {stated:g} is out of reach: without any of its {len(gains)} candidates the model would be at "
             f"{reach}. Set a nearer target, another granularity, or keep fewer layers."
         )

@@ -12,7 +12,6 @@ import torch
 from pydantic import Field, FiniteFloat
 from torch.nn import functional
 
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE, Scorer
@@ -100,7 +99,7 @@ def _closest_run(loss_cache: LossCache, goal: Goal) -> list[Block]:
                 runs.append(run)
                 break
     if not runs:
-        raise FulldepthError(
+        raise loss_cache.refused(
             "No run of neighbouring layers reaches the target. Give `groups` a nearer one, in blocks, time or bytes."
         )
     angles = _summed(loss_cache, "groups", partial(influence, runs=runs, angles=True), len(runs))

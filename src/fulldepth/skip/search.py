@@ -166,7 +166,7 @@ def search_with(
             watcher.say(f"Other programs used {other:.0%} of the processor while the parts were timed.")
         return shares
 
-    goal = goal_of(scorer, settings, problem.blocks, timed)
+    goal = goal_of(loss_cache, settings, problem.blocks, timed)
     rounds, exchanges = list[Round](), list[dict[str, Any]]()
     if settings.search in ("greedy", "exact"):
         seconds = math.inf if settings.budget is None else seconds_of(settings.budget)
@@ -180,7 +180,7 @@ def search_with(
     else:
         picks = rank(loss_cache, settings.search, goal, seed=settings.seed, given=settings.given)
     if not picks:
-        raise FulldepthError(f"No block can be removed within {settings.max_loss:g} nats.")
+        raise loss_cache.refused(f"No block can be removed within {settings.max_loss:g} nats.")
     removed = chain(picks)[-1]
     if settings.target != "max_loss" and goal.left(removed):
         watcher.say(f"The search ended at {goal.progress(removed)}: no candidate is left.")
@@ -219,7 +219,7 @@ def search_with(
     )
     if folder is not None and process.is_main:
         plan.save(folder)
-        (folder / PROGRESS).unlink(missing_ok=True)
+    loss_cache.discard()
     process.wait()
     return plan
 
