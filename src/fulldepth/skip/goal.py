@@ -26,6 +26,7 @@ from torch import Tensor
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.latency import Runner, Trial, random_tokens, time_in_rounds
+from fulldepth.execution.layer_cache import LayerCache
 from fulldepth.execution.scoring import Scorer
 from fulldepth.hf import Anatomy, Block
 from fulldepth.progress import Watcher
@@ -150,12 +151,20 @@ def kind_of(anatomy: Anatomy, block: Block) -> str:
 
 
 def cache_shares(anatomy: Anatomy, costs: Costs, context: int) -> dict[Block, float]:
-    """Share of each block in the keys and values of `context` tokens; windows hold no more than their length."""
-    kinds = getattr(anatomy.config, "layer_types", None) or []
-    window = getattr(anatomy.config, "sliding_window", None) or context
+    """Share of each block in the keys and values of `context` tokens; windows hold no more than their length.
+
+    Raises:
+        FulldepthError: for a model with layers that keep anything else, such as the state of linear attention.
+    """
+    try:
+        layers = LayerCache(anatomy.config).layers
+    except FulldepthError as error:
+        raise FulldepthError(f"target_cache counts keys and values. {error} Set another target.") from error
+    attending = anatomy.layers_with("attention")
     held = {
-        layer: min(context, window) if kinds and "sliding" in kinds[layer - 1] else context
-        for layer in anatomy.layers_with("attention")
+        number: min(context, layer.sliding_window) if layer.is_sliding else context
+        for number, layer in enumerate(layers, start=1)
+        if number in attending
     }
     total = sum(held.values())
     return {b: 0.0 if b.part == "mlp" else held.get(b.layer, 0) / total for b in costs.able}
