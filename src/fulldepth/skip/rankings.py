@@ -33,6 +33,8 @@ def rank(
 ) -> list[Variant]:
     """The blocks that a baseline removes, in its order; of granularity `any`, attentions and MLPs in one ranking.
 
+    A block that no search may remove then, as the last attention that sees all tokens, is passed over, unless `given`.
+
     - `one-shot`: lowest loss when it alone is skipped.
     - `cosine`: block influence, mean over tokens of `1 - cos(x, x + A)` with the branch A (a layer: of its input and
       output); lowest first. Padding does not count. Source: ShortGPT (arXiv 2403.03853), eq. 1, for layers; LLM-Drop
@@ -58,20 +60,24 @@ def rank(
     count = int(goal.needed) if goal.target == "blocks" else len(costs.able)
     ranked = _closest_run(loss_cache, goal) if search == "groups" else _ranked(loss_cache, search, count, seed)
     removed, picks = BASE, list[Variant]()
-    while goal.left(removed) and len(picks) < len(ranked):
-        picks.append(Variant({ranked[len(picks)]}))
-        removed |= picks[-1]
+    for block in ranked:
+        if goal.left(removed) and removed | {block} in costs.candidates(removed):
+            picks.append(Variant({block}))
+            removed |= picks[-1]
     return picks
 
 
 def _ranked(loss_cache: LossCache, search: str, count: int, seed: int) -> list[Block]:
-    """At least `count` candidates, those to remove first."""
+    """All candidates, those to remove first."""
     costs = loss_cache.costs
     able = list(costs.able)
     if search == "last":
         return able[::-1]
     if search == "random":
-        return random.Random(seed).sample(able, count)
+        generator = random.Random(seed)
+        drawn = generator.sample(able, count)
+        others = [block for block in able if block not in drawn]
+        return drawn + generator.sample(others, len(others))
     if search == "one-shot":
         loss_cache.need_everywhere("One-shot", [Variant({block}) for block in able])
         scores = {block: loss_cache.mean(Variant({block})) for block in able}
@@ -96,7 +102,8 @@ def _closest_run(loss_cache: LossCache, goal: Goal) -> list[Block]:
                 break
             run.append(block)
             if not goal.left(Variant(run)):
-                runs.append(run)
+                if Variant(run) in loss_cache.costs.candidates(Variant(run[:-1])):
+                    runs.append(run)
                 break
     if not runs:
         raise loss_cache.refused(
