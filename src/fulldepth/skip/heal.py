@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from fulldepth.architectures import SKIPPED
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
@@ -134,7 +135,7 @@ def refit(
 
     Raises:
         FulldepthError: if the plan is for another model, the model's branches cannot be healed (offloaded or quantised
-            weights, norms after the sums), or the data cannot be split.
+            weights, norms after the sums), no format can hold the healed model, or the data cannot be split.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     reading = HeldoutSettings.model_fields.keys() - PLACES
@@ -146,7 +147,8 @@ def refit(
     if is_offloaded(original):
         raise FulldepthError("Offloaded weights cannot be healed. Load the model without a device map.")
     plan.check_model(original)
-    for format in filter(None, (settings.format, settings.gguf and "gguf")):
+    own = format_for(plan, original)
+    for format in filter(None, (settings.format or own, settings.steps and own, settings.gguf and "gguf")):
         check_format(original, plan, FORMATS[known_format(format)])
     if settings.gguf is not None:
         check_target(Path(settings.gguf), Gguf.suffix)
@@ -172,6 +174,13 @@ def refit(
             readings,
         )
         return with_model(healing, "refitted", healed, watcher)
+
+
+def format_for(plan: Plan, model: PreTrainedModel) -> str:
+    """The format that holds a plan's model without its removed parts, or else `folded`."""
+    if plan.kind == "layer":
+        return "layer"
+    return "fast" if model.config.get_text_config(decoder=True).model_type in SKIPPED else "folded"
 
 
 def with_model(healing: Healing, label: str, model: PreTrainedModel | Path, watcher: Watcher) -> Healing:
@@ -204,7 +213,7 @@ def split_rows(
     drawn = set(np.random.default_rng(seed).permutation(documents)[: max(1, share)].tolist())
     rest, fifth = ([e for e in examples.train if (e.document in drawn) == part] for part in (False, True))
     choosing, unseen = (fifth, examples.heldout) if separate else (examples.heldout, fifth)
-    known = listed_rows(plan) or set()
+    known = listed_rows(plan)
     shared, decision = sum(row_of(example) in known for example in unseen), decided(plan)
     if separate and shared and decision:
         raise FulldepthError(
