@@ -170,7 +170,8 @@ def generate_responses(
     finally:
         model.generation_config = own_config
     made = {"prompts": count, **settings.model_dump(), "chat_template": bool(tokenizer.chat_template)}
-    return _responses(tokenizer, prompts, rendered, [answers[i] for i in range(count)], ends, made, watcher)
+    shown = prompts if tokenizer.chat_template else rendered  # a template gives the same messages when a pair is read
+    return _responses(tokenizer, shown, [answers[i] for i in range(count)], ends, made, watcher)
 
 
 class GumbelNoise(LogitsProcessor):
@@ -195,7 +196,6 @@ class GumbelNoise(LogitsProcessor):
 def _responses(
     tokenizer: Any,
     prompts: Sequence[Prompt],
-    rendered: Sequence[Prompt],
     answers: Sequence[list[int]],
     ends: set[int],
     settings: dict[str, Any],
@@ -212,8 +212,8 @@ def _responses(
             continue
         unfinished += stop is None
         tokens += len(ids[:stop])
-        if isinstance(prompt, str):  # the template gives the same messages when the pair is read
-            pair = {"prompt": prompt if tokenizer.chat_template else rendered[number - 1], "response": text}
+        if isinstance(prompt, str):
+            pair = {"prompt": prompt, "response": text}
         else:
             pair = {"prompt": prompt, "response": [{"role": "assistant", "content": text}]}
         pairs.append(pair | ({CUT_OFF: True} if stop is None else {}))

@@ -89,10 +89,6 @@ class Export:
     """Whether the program that the format targets has loaded it and computed these logits."""
     notes: tuple[str, ...]
 
-    def __repr__(self) -> str:
-        error = "unknown" if self.logit_error is None else f"{self.logit_error:.1e}"
-        return f"Export({self.path}: {self.format}, {self.bytes / 2**20:.1f} MiB, logit error {error})"
-
 
 @takes_settings(ExportSettings)
 def export(
@@ -174,7 +170,18 @@ def export(
         strip_foreign_code(part, carries_code=file_format.reader == "carried")
         logit_error = prove(part, ids, expected, allowed, file_format.reader, reader_map)
         parameters = count_parameters(part)
-        describe(part, plan, file_format, logit_error, parameters, notes)
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "format": format,
+            "logit_error": logit_error,
+            "parameters": parameters,
+            "verified": file_format.verified,
+            "notes": notes,
+            "versions": versions(),
+            "plan": plan.document(),
+        }
+        (part / NOTES).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        card_of(plan, file_format, logit_error, parameters, notes).write(part)
         size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
     return Export(format, target, logit_error, parameters, size, file_format.verified, tuple(notes))
 
@@ -204,24 +211,6 @@ def prove_file(path: Path, ids: Tensor, expected: Tensor, allowed: float) -> tup
     if not error <= allowed:
         raise FulldepthError(f"The export is dropped: read again, its logits miss the plan's by {error:.1e}.")
     return error, False
-
-
-def describe(
-    folder: Path, plan: Plan, format: Format, logit_error: float, parameters: int, notes: Sequence[str]
-) -> None:
-    """Write `fulldepth_skip.json` and the model card."""
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "format": format.name,
-        "logit_error": logit_error,
-        "parameters": parameters,
-        "verified": format.verified,
-        "notes": notes,
-        "versions": versions(),
-        "plan": plan.document(),
-    }
-    (folder / NOTES).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    card_of(plan, format, logit_error, parameters, notes).write(folder)
 
 
 def card_of(plan: Plan, format: Format, logit_error: float, parameters: int, notes: Sequence[str]) -> ModelCard:

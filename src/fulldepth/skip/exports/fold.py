@@ -297,7 +297,7 @@ def logits(anatomy: Anatomy, ids: Tensor, weights: Mapping[str, Tensor] | None =
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     own = {name: weight.to(ids.device) for name, weight in (weights or {}).items()}
     with evaluating(model):
-        outputs = (functional_call(model, own, (), inputs) if own else model(**inputs)).logits.cpu()
+        outputs: Tensor = functional_call(model, own, (), inputs).logits.cpu()
     if not bool(torch.isfinite(outputs).all()):
         raise FulldepthError(f"This {type(model).__name__} gives NaN or infinite logits, so nothing can be compared.")
     return outputs
@@ -307,9 +307,7 @@ def scaled_logits(anatomy: Anatomy, plan: Plan, ids: Tensor, folded: Mapping[str
     """[B, T, V] logits of the healed model: blocks skipped in place, scalars outside the weights or in those given."""
     scalars = None
     if plan.scalars and not folded:
-        scalars = Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity)
-    if scalars is not None:
-        scalars.to(device_of(anatomy.model))
+        scalars = Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(device_of(anatomy.model))
     with skipping(anatomy, plan.removed, plan.granularity, scalars=scalars):
         return logits(anatomy, ids, folded)
 
