@@ -24,6 +24,7 @@ if __name__ == "__main__":
     which, criterion, *target = Path(sys.argv[1]).name.split("-")
     if target:
         OPTIONS |= {"blocks": None, "target_speedup": 1.1, "fit": False}
+        OPTIONS.pop("epochs")
     model = plain.fresh(LAYERS, WIDTH).eval()
     model.load_state_dict(torch.load(Path(sys.argv[1]).with_name(WEIGHTS)))
     search(

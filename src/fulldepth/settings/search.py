@@ -196,6 +196,20 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
             values = {**values, "granularity": "any"}
         return values
 
+    @model_validator(mode="after")
+    def _one_search(self) -> Self:
+        if (self.given is None) != (self.search != "given"):
+            raise FulldepthError(
+                f"The search is {self.search!r}, and given layers are {self.given}; use both `search: given` and the "
+                "layers, or none."
+            )
+        if self.search == "groups" and self.granularity != "layer":
+            raise FulldepthError(f"`groups` removes a run of layers, not of {self.granularity}; use granularity layer.")
+        stated = [name for name in (*TARGETS, "given" if self.given else "blocks") if getattr(self, name)]
+        if len(stated) > 1:
+            raise FulldepthError(f"{' and '.join(stated)} are set; a search has one target.")
+        return self
+
     @property
     def target(self) -> str | None:
         """The setting of `TARGETS` that is set."""

@@ -170,13 +170,14 @@ def search_with(
     rounds, exchanges = list[Round](), list[dict[str, Any]]()
     if settings.search in ("greedy", "exact"):
         seconds = math.inf if settings.budget is None else seconds_of(settings.budget)
-        options: dict[str, Any] = {"confidence": settings.confidence}
-        drop = settings.search == "greedy"
-        picks, rounds = eliminate(loss_cache, goal, drop=drop, seconds=seconds, pool=settings.pool, **options)
+        drop, confidence = settings.search == "greedy", settings.confidence
+        picks, rounds = eliminate(
+            loss_cache, goal, drop=drop, confidence=confidence, seconds=seconds, pool=settings.pool
+        )
         share = settings.exchanges if settings.exchanges is not None else SHARE if settings.target else 0.0
         if share and settings.criterion != SCALED:
             most = share * loss_cache.spent["flops"]
-            picks, exchanges = exchange(loss_cache, goal, picks, flops=most, **options)
+            picks, exchanges = exchange(loss_cache, goal, picks, flops=most, confidence=confidence)
     else:
         picks = rank(loss_cache, settings.search, goal, seed=settings.seed, given=settings.given)
     if not picks:
