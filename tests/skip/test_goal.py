@@ -185,10 +185,9 @@ def test_targets_that_cannot_be_are_named(model, examples, options, named):
 
 
 def test_a_refused_target_leaves_the_folder_to_a_nearer_one(model, examples, tmp_path):
-    for options, named in (({"target_speedup": 900}, "out of reach"), ({"max_loss": 1e-9}, "within 1e-09 nats")):
-        with refused(named):
-            search(model, examples, output=tmp_path / "out", **OPTIONS | options)
-        assert not (tmp_path / "out").exists()
+    with refused("out of reach"):
+        search(model, examples, target_speedup=900, output=tmp_path / "out", **OPTIONS)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_target_of_the_cache_counts_keys_and_values(examples):
@@ -199,7 +198,7 @@ def test_a_target_of_the_cache_counts_keys_and_values(examples):
     plan = search(gemma, examples, target_cache=0.9, context=40, granularity="attention", **OPTIONS)
     gains = [held[layer - 1] / sum(held) for layer in plan.blocks]
     assert plan.cost["target"]["gains"] == pytest.approx(gains)
-    with refused("target_cache counts keys and values.* LinearAttentionLayer"):
+    with refused("target_cache counts keys and values.*LinearAttentionLayer"):
         search(zoo.build("qwen3_next", "causal-lm"), examples, target_cache=0.9, **OPTIONS)
 
 
