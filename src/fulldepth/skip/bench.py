@@ -282,11 +282,7 @@ def _unseen(entries: Sequence[BenchedModel], examples: Examples) -> Examples:
 
 
 def _check_tokenizers(entries: Sequence[BenchedModel], examples: Examples, tokenizer: Any) -> None:
-    """Refuse a model whose own tokenizer gives the first held-out texts other ids than the original's.
-
-    Raises:
-        FulldepthError: with its label.
-    """
+    """Refuse a model whose own tokenizer gives the first held-out texts other ids than the original's."""
     texts = [] if tokenizer is None else [tokenizer.decode(row.input_ids) for row in examples.heldout[:TEXTS]]
     for entry in entries[1:]:
         if isinstance(entry.model, LlamaCpp):  # compared by tokens
