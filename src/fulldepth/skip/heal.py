@@ -148,7 +148,7 @@ def refit(
         raise FulldepthError("Offloaded weights cannot be healed. Load the model without a device map.")
     plan.check_model(original)
     own = format_for(plan, original)
-    for format in filter(None, (settings.format or own, settings.steps and own, settings.gguf and "gguf")):
+    for format in [settings.format or own] + [own] * bool(settings.steps) + ["gguf"] * bool(settings.gguf):
         check_format(original, plan, FORMATS[known_format(format)])
     if settings.gguf is not None:
         check_target(Path(settings.gguf), Gguf.suffix)
