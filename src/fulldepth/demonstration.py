@@ -39,7 +39,7 @@ MEASURE: dict[str, Any] = {
     "entropy_sequences": 4,
     "words": ["is", "are", "was", "were"],
 }
-SEARCH: dict[str, Any] = {"max_sequences": 48, "fit": False, "context": 128, "pool": 12}
+SEARCH: dict[str, Any] = {"max_sequences": 48, "fit": False, "pool": 12}
 BENCH: dict[str, Any] = {"batches": [1], "max_new_tokens": 16, "repeats": 9}
 """Settings with which the demo takes ten to thirty minutes on two cores."""
 MOST_LENGTH = 128
@@ -89,7 +89,7 @@ def demo(
             name, UNSEEN, folder / "measure", layer(MeasureSettings, chosen), series=False, watcher=watcher
         )
         length = min(MOST_LENGTH, measured.meta["data"]["sequence_length"])
-        target = {"target_speedup": speedup} if blocks is None else {"blocks": blocks}
+        target = {"target_speedup": speedup, "context": 128} if blocks is None else {"blocks": blocks}
         searched = SEARCH | target | {"sequence_length": length, "seed": seed}
         place = folder / "search"
         options: dict[str, Any] = {"output": place, "resume": place.exists(), "watcher": watcher}

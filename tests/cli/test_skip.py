@@ -94,6 +94,7 @@ MISTAKES = [
     ("search model --data absent.jsonl --blocks 1", ["absent.jsonl"]),
     ("apply plan other", ["another LlamaForCausalLM"]),
     ("apply plan other --format fats", ["fats", "'fast'"]),
+    ("apply plan model --gguf-type f16", ["gguf_type", "format gguf"]),
 ]
 
 

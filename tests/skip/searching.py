@@ -13,6 +13,7 @@ from fulldepth.skip.search import search
 from skip import plain
 
 OPTIONS = {"batch_size": 4, "epochs": 2, "blocks": 3}
+UNFITTED = {"batch_size": 4, "fit": False, "blocks": 3}
 LAYERS, WIDTH, STEPS = 5, 32, 200
 SIZES = {"train": 12, "heldout": 20}
 WEIGHTS = "weights.pt"
@@ -23,7 +24,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     which, criterion, *target = Path(sys.argv[1]).name.split("-")
     if target:
-        OPTIONS |= {"blocks": None, "target_speedup": 1.1, "fit": False}
+        OPTIONS = UNFITTED | {"blocks": None, "target_speedup": 1.1}
     model = plain.fresh(LAYERS, WIDTH).eval()
     model.load_state_dict(torch.load(Path(sys.argv[1]).with_name(WEIGHTS)))
     search(

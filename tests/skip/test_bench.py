@@ -24,6 +24,7 @@ from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.bench import Cell, Measured, _headline, _opened, bench, in_words
 from fulldepth.skip.elimination import Difference, compare
 from fulldepth.skip.exports.export import export
+from fulldepth.skip.plan import HEALED, rows_of
 from refusals import refused
 from skip import plain
 from skip.planned import plan
@@ -127,6 +128,7 @@ def bigger():
         ("llama", [build("llama")], {"contexts": [62]}, "64 positions"),
         ("llama", [build("llama")], {"batches": []}, "batches"),
         ("llama", [build("llama")], {"round": 3}, "round"),
+        ("llama", [build("llama")], {"max_sequences": 3}, "max_sequences has no effect here: it belongs to data"),
         ("llama", [], {}, "one export"),
         ("llama", build("llama"), {}, "one export"),
         ("bert", [build("llama")], {}, "causal language model"),
@@ -180,6 +182,25 @@ def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path):
     expected = plain.loss(original, searched.heldout, (), "attention")
     assert value(results, "loss", "original", "mean") == pytest.approx(expected, rel=1e-6)
     assert "Measured on the text that chose the blocks" in results.headline["loss_added fast"]["sentence"]
+
+
+def test_rows_that_healed_a_model_are_left_out_and_another_tokenizer_is_refused(folders, tmp_path):
+    original = AutoModelForCausalLM.from_pretrained(folders / "original").eval()
+    held = plain.sentences(9, 5)
+    healed = plan(original, [1], values=None, data={"hash": "sha256:" + "1" * 64, HEALED: rows_of(held[:4])})
+    fast = export(healed, original, "fast", tmp_path / "fast", tokenizer=tokenizer()).path
+    results = bench(folders / "original", [fast], data=plain.held_out(held), **SMALL)
+    expected = plain.loss(original, held[4:], (), "attention")
+    assert value(results, "loss", "original", "mean") == pytest.approx(expected, rel=1e-6)
+    assert "4 of 9 held-out rows healed one of the models, and are left out." in results.meta["warnings"]
+    with refused("4 of 4 held-out rows healed"):
+        bench(folders / "original", [fast], data=plain.held_out(held[:4]), **SMALL)
+
+    words = (fast / "tokenizer.json").read_text()
+    (fast / "tokenizer.json").write_text(words.replace('"w7"', '"x"').replace('"w8"', '"w7"').replace('"x"', '"w8"'))
+    file = jsonl(tmp_path / "data.jsonl", *({"text": " ".join(["w7", "w3"] * 9)} for _ in range(4)))
+    with refused("fast has another tokenizer"):
+        bench(folders / "original", [fast], heldout=str(file), tokenizer=tokenizer(), **SMALL)
 
 
 CELL, OTHER = Cell(1, 8), Cell(4, 8)

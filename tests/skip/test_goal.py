@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tiny_models as tm
+from families import zoo
 from fulldepth.execution.flops import Costs
 from fulldepth.execution.latency import Runner, Trial
 from fulldepth.hf import Block
@@ -181,6 +182,24 @@ def test_most_loss_is_of_the_loss_whatever_ranks_the_candidates(model, examples)
 def test_targets_that_cannot_be_are_named(model, examples, options, named):
     with refused(named):
         search(model, examples, fit=False, **options)
+
+
+def test_a_refused_target_leaves_the_folder_to_a_nearer_one(model, examples, tmp_path):
+    with refused("out of reach"):
+        search(model, examples, target_speedup=900, output=tmp_path / "out", **OPTIONS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_of_the_cache_counts_keys_and_values(examples):
+    """A window holds no more than its length; the states of linear attention are neither."""
+    gemma = tm.build("gemma3")
+    window, kinds = gemma.config.sliding_window, gemma.config.layer_types
+    held = [min(40, window) if "sliding" in kind else 40 for kind in kinds]
+    plan = search(gemma, examples, target_cache=0.9, context=40, granularity="attention", **OPTIONS)
+    gains = [held[layer - 1] / sum(held) for layer in plan.blocks]
+    assert plan.cost["target"]["gains"] == pytest.approx(gains)
+    with refused("target_cache counts keys and values.*LinearAttentionLayer"):
+        search(zoo.build("qwen3_next", "causal-lm"), examples, target_cache=0.9, **OPTIONS)
 
 
 def test_exchanges_keep_the_number_of_blocks(model, examples):

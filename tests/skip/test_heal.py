@@ -13,12 +13,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import tiny_models
+from fulldepth.architectures import SKIPPED
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.execution import find_anatomy
 from fulldepth.healing import heal as heal_into
 from fulldepth.results import Results
 from fulldepth.skip import heal
+from fulldepth.skip.exports.export import read_notes
 from fulldepth.skip.plan import rows_of
 from json_files import read_json
 from refusals import refused
@@ -250,6 +252,13 @@ def test_a_branch_behind_a_norm_stays_as_it_is():
     }
 
 
+def test_a_model_that_no_format_holds_is_refused_before_the_refit(monkeypatch):
+    kind = SKIPPED["llama"]
+    monkeypatch.setattr(heal, "_heal", lambda *_: pytest.fail("refitted"))
+    with refused("SkippedLlamaForCausalLM is no class of transformers"):
+        refit(kind(kind.config_class(**tiny_models.DECODER, skipped_attention=[2])).eval(), [1], "attention")
+
+
 @pytest.mark.parametrize(
     ("granularity", "family"), [("layer", "LlamaForCausalLM"), ("attention", "SkippedLlamaForCausalLM")]
 )
@@ -269,6 +278,8 @@ def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, 
     assert list(saved.values("loss", "mean", "model", model="refitted")) == [
         results.values("loss", "mean", "model", model="refitted").item()
     ]
+    seen = read_notes(tmp_path / "healed")["plan"]["data"]["healed_rows"]
+    assert seen == rows_of([*data().heldout, *heal.split_rows(plan, data(), False, 0)[0]])
     page = (tmp_path / "healed" / "report.html").read_text()
     assert "What healing brings" in page
     assert "mlp of layer 1" in page
@@ -281,6 +292,8 @@ def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, 
         ({"model": tiny_models.build("llama", seed=1)}, "another LlamaForCausalLM"),
         ({"model": cpu_offload(tiny_models.build("llama"))}, "Offloaded"),
         ({"output": "."}, "exists already"),
+        ({"gguf_type": "f16"}, "gguf_type has no effect here: it belongs to gguf"),
+        ({"rank": 4}, "rank has no effect here: it belongs to steps"),
         ({"heldout": "the rows of the search"}, "12 of 12 held-out rows also chose the blocks"),
         ({"model": "a/model", "steps": 1}, r"needs peft: pip install 'fulldepth\[lora\]'"),  # before the refit
     ],

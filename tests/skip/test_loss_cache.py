@@ -27,7 +27,7 @@ from json_files import read_json
 from marks import thorough
 from refusals import refused
 from skip import plain
-from skip.searching import LAYERS, OPTIONS, SIZES, STEPS, WEIGHTS, WIDTH
+from skip.searching import LAYERS, OPTIONS, SIZES, STEPS, UNFITTED, WEIGHTS, WIDTH
 
 PROGRAM = Path(__file__).with_name("searching.py")
 PROGRESS = "progress.json"
@@ -140,7 +140,7 @@ def test_a_round_ends_with_its_time_and_does_so_again_after_a_restart(model, exa
     """Every step takes a second by this clock: the first of three rounds has 8.3 seconds, the others what is left."""
     ticks = itertools.count()
     monkeypatch.setattr(loss_cache, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    options, said = {**OPTIONS, "fit": False, "budget": "10s"}, []
+    options, said = {**UNFITTED, "budget": "10s"}, []
     plan = search(model, examples, watcher=Watcher(say=said.append), **options)
     rounds = plan.cost["rounds"]
     assert [found["scored"] for found in rounds] == [18, 2, 2]  # nine chunks of two sequences, one, one
@@ -176,7 +176,7 @@ def test_progress_of_another_search_is_refused(model, examples, tmp_path):
 
 @pytest.mark.parametrize("name", ["greedy", "taylor"])
 def test_damaged_progress_is_refused_or_does_not_matter(model, examples, tmp_path, name):
-    options = {**OPTIONS, "search": name, "fit": False, "output": tmp_path / "out", "resume": True}
+    options = {**UNFITTED, "search": name, "output": tmp_path / "out", "resume": True}
     with pytest.raises(Killed):
         search(model, examples, watcher=stopping(8), **options)
     path, rng, messages = tmp_path / "out" / PROGRESS, random.Random(0), []
@@ -196,7 +196,7 @@ def test_damaged_progress_is_refused_or_does_not_matter(model, examples, tmp_pat
 
 
 def test_a_finished_plan_is_neither_written_over_nor_found_again(model, examples, tmp_path):
-    options, told = {**OPTIONS, "fit": False, "output": tmp_path / "out"}, []
+    options, told = {**UNFITTED, "output": tmp_path / "out"}, []
     plan = search(model, examples, **options)
     with refused(r"already holds a plan\.json"):
         search(model, examples, **options)

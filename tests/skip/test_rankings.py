@@ -47,6 +47,13 @@ def model(request):
     return plain.trained(5, 32, 200) if request.param == "llama" else tm.build("gemma3").eval()
 
 
+def last_global(model):
+    """The one layer of a Gemma 3 that attends to all tokens; none of a model without windows."""
+    kinds = getattr(model.config, "layer_types", None) or []
+    found = [n for n, kind in enumerate(kinds, start=1) if kind == "full_attention"]
+    return found if len(found) < len(kinds) else []
+
+
 @pytest.mark.parametrize("granularity", ["attention", "mlp", "layer", "any"])
 def test_block_influence(model, granularity):
     """ShortGPT (arXiv 2403.03853), eq. 1: layers. LLM-Drop (arXiv 2406.15786): attention, MLPs, both in one ranking."""
@@ -55,6 +62,8 @@ def test_block_influence(model, granularity):
     parts = ["attention", "mlp"] if granularity == "any" else [granularity]
     names = {part: f"{part} " if granularity == "any" else "" for part in parts}
     scored = {f"{names[part]}{n}": score for part in parts for n, score in enumerate(scores[part], start=1)}
+    for n in last_global(model) if granularity != "mlp" else ():  # stays where all others are removed
+        del scored[f"{names[parts[0]]}{n}"]
     got = picked(model, "cosine", granularity, blocks=len(scored))
     assert list(map(str, got)) == sorted(scored, key=scored.__getitem__)
 
@@ -68,11 +77,17 @@ def run_of(states, length, without=()):
 
 def test_groups_are_the_runs_of_smallest_angle(model):
     states, depth = [h[::2] for h in streams(model)], model.config.num_hidden_layers
-    runs = [run_of(states, length) for length in range(1, depth + 1)]
-    assert [picked(model, "groups", "layer", blocks=length) for length in range(1, depth + 1)] == runs
-    assert len({run[-1] for run in runs}) > 1
+    stays = last_global(model)
+    lengths = range(1, 2 if stays else depth + 1)
+    runs = [run_of(states, length, stays) for length in lengths]
+    assert [picked(model, "groups", "layer", blocks=length) for length in lengths] == runs
     closest = runs[0][0]
-    assert picked(model, "groups", "layer", blocks=1, keep=[closest]) == run_of(states, 1, [closest])
+    assert picked(model, "groups", "layer", blocks=1, keep=[closest]) == run_of(states, 1, [closest, *stays])
+    if stays:
+        with refused("No run of neighbouring"):
+            picked(model, "groups", "layer", blocks=2)
+        return
+    assert len({run[-1] for run in runs}) > 1
 
     weights = [sum(w.numel() for w in block.parameters()) for block in plain.blocks_of(model)]
     share = 1 - 1.5 * weights[0] / sum(w.numel() for w in model.parameters())  # two equal layers reach it, one does not

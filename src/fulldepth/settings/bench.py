@@ -18,6 +18,7 @@ class BenchSettings(HeldoutSettings):
     """Settings of the timings, and of the data on which losses are computed."""
 
     options: ClassVar = {"What is timed": (*TIMED, "seed"), "Data": DATA, "Loading the model": LOADING}
+    belongs: ClassVar = {"data or heldout": (*DATA, "tokenizer")}
 
     batches: list[Length] = Field(default=[1, 4], min_length=1, max_length=1000)
     """Comma-separated numbers of sequences run at once."""

@@ -22,6 +22,10 @@ class HealSettings(HeldoutSettings):
         "Writing": ("format", "gguf", "gguf_type"),
         "Loading the model": LOADING,
     }
+    belongs: ClassVar = {
+        "gguf": ("gguf_type",),
+        "steps": ("global_batch_size", "learning_rate", "rank", "precision"),
+    }
 
     steps: Annotated[int, Field(ge=0, le=10**9)] = 75
     """Steps of distillation from the original after the refit, and of its control; 0 = the refit only."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fulldepth.errors import FulldepthError, one_line
+from fulldepth.settings.layers import Settings
 from fulldepth.settings.loading import SPREADING, Length, LoadingSettings, Rate, Seed
 
 Criterion = Literal["loss", "scaled", "kl"]
@@ -46,7 +48,50 @@ def _a_time(text: str) -> str:
     return text
 
 
-class HeldoutSettings(LoadingSettings):
+class EffectiveSettings(Settings):
+    """Settings of which none is accepted that would have no effect."""
+
+    belongs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """What settings belong to -> these. `search greedy or search exact`: they have an effect if `search` has one of
+    these values; `gguf`: if `gguf` is set. A name that is no setting is a parameter of the command's function."""
+
+    @model_validator(mode="after")
+    def _all_have_an_effect(self) -> Self:
+        self.check_effect()
+        return self
+
+    def check_effect(self, **parameters: Any) -> None:
+        """Refuse a setting that is not its default and has no effect with the others, and with a function's parameters.
+
+        Raises:
+            FulldepthError: with its name and what it belongs to.
+        """
+        values = dict(self) | parameters
+
+        def holds(owner: str) -> bool:
+            name, _, value = owner.partition(" ")
+            return name not in values or (values[name] == value if value else bool(values[name]))
+
+        for owners, names in self.belongs.items():
+            for name in () if any(map(holds, owners.split(" or "))) else names:
+                if values[name] != type(self).model_fields[name].get_default(call_default_factory=True):
+                    raise FulldepthError(f"{name} has no effect here: it belongs to {owners}.")
+
+
+class SpreadSettings(EffectiveSettings, LoadingSettings):
+    """How a checkpoint is loaded that may be larger than a device."""
+
+    device_map: str | dict[str, Any] | None = None
+    """`auto` spreads a model over devices, CPU and disk; or a map of modules to devices and `disk`."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.device is not None and self.device_map is not None:
+            raise FulldepthError("Set a device or a device map, not both.")
+        return self
+
+
+class HeldoutSettings(EffectiveSettings, LoadingSettings):
     """How the data of a search, a curve or a benchmark are read."""
 
     batch_size: Batch = 8
@@ -59,7 +104,7 @@ class HeldoutSettings(LoadingSettings):
     """Seed of the held-out fifth and of all other random choices."""
 
 
-class SearchSettings(HeldoutSettings):
+class SearchSettings(SpreadSettings, HeldoutSettings):
     """Everything that determines the plan that a search returns."""
 
     options: ClassVar = {
@@ -68,6 +113,16 @@ class SearchSettings(HeldoutSettings):
         "Data": ("max_sequences", "sequence_length", "batch_size"),
         "Healing": ("fit",),
         "Loading the model": SPREADING,
+    }
+    belongs: ClassVar = {
+        "target_speedup or max_loss": ("decode_share", "batch"),
+        "target_speedup or target_cache or max_loss": ("context",),
+        "search greedy": ("budget", "pool"),
+        "search greedy or search exact": ("max_loss", "exchanges", "confidence"),
+        "search greedy or search exact or search one-shot": ("criterion",),
+        "criterion loss or criterion kl": ("pool", "exchanges"),
+        "fit": ("learning_rate", "epochs", "patience"),
+        "fit or criterion scaled": ("fit_batch_size", "gradient_checkpointing"),
     }
 
     blocks: Layer | None = None
@@ -109,7 +164,8 @@ class SearchSettings(HeldoutSettings):
     """Chunks of the held-out data, after each of which greedy may drop candidates; at most one for each sequence. Other
     searches read few data in chunks of four sequences, or of a batch if that is smaller."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Probability that a greedy round keeps its best candidate; see "What `greedy` promises" in docs/skipping.md."""
+    """Probability that a greedy round keeps its best candidate; see "What `greedy` promises" in docs/skipping.md. Also
+    that with which a round of `greedy` or `exact` is called sure, and an exchange is chosen."""
     budget: Annotated[str, AfterValidator(_a_time)] | None = None
     """Time (90s, 10m, 2h) for the rounds of a greedy search; the losses of the plan on all data and the fits come on
     top. A round that it ends is noted in the plan (`stopped_by_budget`), and its choice is uncertain."""
@@ -127,8 +183,6 @@ class SearchSettings(HeldoutSettings):
     """Keep one state per block while scalars are trained, and run each block again in the backward pass: less memory,
     1.5 times the computation, the same result. None: where autograd would keep more than about 4 GiB, and where
     weights are offloaded."""
-    device_map: str | dict[str, Any] | None = None
-    """`auto` spreads a model over devices, CPU and disk; or a map of modules to devices and `disk`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -141,6 +195,20 @@ class SearchSettings(HeldoutSettings):
         if "granularity" not in values and any(values.get(name) for name in TARGETS):
             values = {**values, "granularity": "any"}
         return values
+
+    @model_validator(mode="after")
+    def _one_search(self) -> Self:
+        if (self.given is None) != (self.search != "given"):
+            raise FulldepthError(
+                f"The search is {self.search!r}, and given layers are {self.given}; use both `search: given` and the "
+                "layers, or none."
+            )
+        if self.search == "groups" and self.granularity != "layer":
+            raise FulldepthError(f"`groups` removes a run of layers, not of {self.granularity}; use granularity layer.")
+        stated = [name for name in (*TARGETS, "given" if self.given else "blocks") if getattr(self, name)]
+        if len(stated) > 1:
+            raise FulldepthError(f"{' and '.join(stated)} are set; a search has one target.")
+        return self
 
     @property
     def target(self) -> str | None:
@@ -167,18 +235,20 @@ PLACES = {"device", "device_map", "gradient_checkpointing", "tokenizer", "revisi
 """Settings that a resumed search may change."""
 
 
-class ExportSettings(LoadingSettings):
+class ExportSettings(SpreadSettings):
     """How `fulldepth skip apply` loads the model and writes its weights."""
 
     options: ClassVar = {
         "Loading the model": SPREADING,
         "Writing": ("shard_size", "gguf_type"),
     }
+    belongs: ClassVar = {
+        "format gguf": ("gguf_type",),
+        "format folded or format fast or format decilm or format layer": ("shard_size", "tokenizer"),
+    }
 
     dtype: str | None = None  # type: ignore[assignment]
     """float32, bfloat16; None = as in the search."""
-    device_map: str | dict[str, Any] | None = None
-    """auto: spread a large model over devices, CPU and disk."""
     tokenizer: str | None = None
     """Folder or name; None = the search's."""
     shard_size: str | int = "5GB"

@@ -11,8 +11,8 @@ from fulldepth.skip.curve import Curve, curve
 from fulldepth.skip.exports.export import Export, export, load
 from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.fit import FitResult, fit_scales
-from fulldepth.skip.heal import Healing, refit
-from fulldepth.skip.healed import TRAIN, VALIDATION, save_healed, with_model, with_weights, write_start, write_texts
+from fulldepth.skip.heal import Healing, refit, with_model
+from fulldepth.skip.healed import TRAIN, VALIDATION, save_healed, with_weights, write_start, write_texts
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
 from fulldepth.skip.responses import generate_responses, read_prompts
 from fulldepth.skip.search import search

@@ -58,7 +58,16 @@ from fulldepth.execution.llama_cpp import LlamaCpp
 from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
 from fulldepth.execution.scoring import DEVICE_LOGITS, LOSS, batch_sums, read
 from fulldepth.execution.verify import check_task
-from fulldepth.hf import Checkpoint, anatomy_candidates, device_of, evaluating, find_gguf, open_model, packaged
+from fulldepth.hf import (
+    Checkpoint,
+    anatomy_candidates,
+    device_of,
+    evaluating,
+    find_gguf,
+    open_model,
+    open_tokenizer,
+    packaged,
+)
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, claimed, finite, names, provenance, tabulate
@@ -68,10 +77,13 @@ from fulldepth.skip.elimination import LEAST, Difference, compare
 from fulldepth.skip.exports.export import NOTES, load, read_notes
 from fulldepth.skip.fit import make_batches
 from fulldepth.skip.outcome import joined
-from fulldepth.skip.plan import Plan, overlap
-from fulldepth.skip.problem import read_data
+from fulldepth.skip.plan import Plan, healed_rows, overlap, row_of
+from fulldepth.skip.problem import read_data, tokenizer_of
 from fulldepth.thresholds import BUSY
 from fulldepth.uncertainty import FEWEST_CLUSTERS, FEWEST_ROUNDS, Ratio, median_ratio
+
+TEXTS = 4
+"""Held-out texts on which tokenizers are compared."""
 
 
 @takes_settings(BenchSettings)
@@ -104,11 +116,13 @@ def bench(
     Raises:
         FulldepthError: if there are no exports, a model cannot be loaded or is no language model, models are on
             different devices or have different vocabularies, a context with its new tokens exceeds their positions, or
-            the data cannot be read (as `search`), or the folder holds other results; for GGUF files, if llama.cpp is
+            the data cannot be read (as `search`), all held-out rows healed a model, a model has another tokenizer, or
+            the folder holds other results; for GGUF files, if llama.cpp is
             missing or cannot run one, or no batch is of one sequence.
     """
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
         raise FulldepthError("Expected one export or more to compare with the original.")
+    settings.check_effect(data=data is not None, heldout=heldout is not None)
     with ExitStack() as stack:
         stack.enter_context(claimed(output, overwrite))
         entries = _opened(original, exports, settings)
@@ -126,7 +140,11 @@ def bench(
         examples = None
         if data is not None or heldout is not None:
             checkpoint = Checkpoint(first, entries[0].name)
+            if not isinstance(data, Examples):
+                tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
             examples = read_data(checkpoint, anatomy, data, settings, tokenizer=tokenizer, heldout=heldout)
+            examples = _unseen(entries, examples)
+            _check_tokenizers(entries, examples, tokenizer)
         positions = max(settings.contexts) + settings.max_new_tokens + 1
         positions = max([positions, *map(len, examples.heldout if examples else ())])
         models, runs = {entry.label: entry.model for entry in entries}, dict[str, Runs]()
@@ -244,6 +262,40 @@ def _check_together(entries: Sequence[BenchedModel], settings: BenchSettings) ->
         raise FulldepthError(f"{differing[0]} has other tokens than {base}: not the same model.")
     if tokens and 1 not in settings.batches:
         raise FulldepthError(f"llama.cpp runs {base} with one sequence at a time: add 1 to the batches.")
+
+
+def _unseen(entries: Sequence[BenchedModel], examples: Examples) -> Examples:
+    """The examples without the held-out rows that healed one of the models, and with a warning about them.
+
+    Raises:
+        FulldepthError: if no row is left.
+    """
+    seen = {row for entry in entries if entry.plan for row in healed_rows(Plan.of(entry.plan))}
+    unseen = [example for example in examples.heldout if row_of(example) not in seen]
+    if len(unseen) == len(examples.heldout):
+        return examples
+    warning = f"{len(examples.heldout) - len(unseen)} of {len(examples.heldout)} held-out rows healed one of the models"
+    if not unseen:
+        raise FulldepthError(f"{warning}. Give other held-out data.")
+    warnings = [*examples.meta.get("warnings", []), f"{warning}, and are left out."]
+    return Examples(examples.train, unseen, {**examples.meta, "warnings": warnings})
+
+
+def _check_tokenizers(entries: Sequence[BenchedModel], examples: Examples, tokenizer: Any) -> None:
+    """Refuse a model whose own tokenizer gives the first held-out texts other ids than the original's."""
+    texts = [] if tokenizer is None else [tokenizer.decode(row.input_ids) for row in examples.heldout[:TEXTS]]
+    for entry in entries[1:]:
+        if isinstance(entry.model, LlamaCpp):  # compared by tokens
+            continue
+        try:
+            own = open_tokenizer(Checkpoint(entry.model, entry.name))
+        except FulldepthError:  # it holds none
+            continue
+        if any(own(text)["input_ids"] != tokenizer(text)["input_ids"] for text in texts):
+            raise FulldepthError(
+                f"{entry.label} has another tokenizer than {entries[0].label}: held-out text gets other ids. Not the "
+                "same model."
+            )
 
 
 def in_words(gap: Difference, other: str) -> str:

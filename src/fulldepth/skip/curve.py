@@ -94,7 +94,7 @@ def curve(
     with processes() as process, process.holding(output):
         if output is not None:
             process.first(partial(check_folder, Path(output), KIND, resume))
-        if settings.search == "given":
+        if settings.search == "given" and "blocks" not in settings.model_fields_set:
             settings = settings.model_copy(update={"blocks": len(settings.given or ())})
         with prepared(model, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
             if (most := len(problem.scorer.costs.able)) < settings.blocks:

@@ -26,10 +26,12 @@ from torch import Tensor
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.latency import Runner, Trial, random_tokens, time_in_rounds
+from fulldepth.execution.layer_cache import LayerCache
 from fulldepth.execution.scoring import Scorer
 from fulldepth.hf import Anatomy, Block
 from fulldepth.progress import Watcher
 from fulldepth.settings.search import SearchSettings
+from fulldepth.skip.loss_cache import LossCache
 
 REACHED = 1e-9
 """Rounding below which nothing is left to gain."""
@@ -88,12 +90,12 @@ def count_goal(costs: Costs, blocks: int) -> Goal:
 
 
 def goal_of(
-    scorer: Scorer, settings: SearchSettings, blocks: int | None, timed: Callable[[], Mapping[str, float]]
+    loss_cache: LossCache, settings: SearchSettings, blocks: int | None, timed: Callable[[], Mapping[str, float]]
 ) -> Goal:
     """The goal that the settings state.
 
     Args:
-        scorer: of the model.
+        loss_cache: of the search.
         settings: with one target, or none and a number of blocks.
         blocks: that number.
         timed: gives the gain of each kind of block in time, by `measured`.
@@ -101,7 +103,7 @@ def goal_of(
     Raises:
         FulldepthError: for a target that removing every candidate would not reach.
     """
-    costs, anatomy, target = scorer.costs, scorer.anatomy, settings.target
+    costs, anatomy, target = loss_cache.costs, loss_cache.scorer.anatomy, settings.target
     if target is None:
         return count_goal(costs, blocks or 0)
     notes: dict[str, Any] = {}
@@ -127,7 +129,7 @@ def goal_of(
     most = sum(gains.values())
     if most < needed:
         reach = f"{1 / max(1 - most, 1e-3):.2f} times as fast" if target == "target_speedup" else f"{1 - most:.2f}"
-        raise FulldepthError(
+        raise loss_cache.refused(
             f"{target} {stated:g} is out of reach: without any of its {len(gains)} candidates the model would be at "
             f"{reach}. Set a nearer target, another granularity, or keep fewer layers."
         )
@@ -149,12 +151,20 @@ def kind_of(anatomy: Anatomy, block: Block) -> str:
 
 
 def cache_shares(anatomy: Anatomy, costs: Costs, context: int) -> dict[Block, float]:
-    """Share of each block in the keys and values of `context` tokens; windows hold no more than their length."""
-    kinds = getattr(anatomy.config, "layer_types", None) or []
-    window = getattr(anatomy.config, "sliding_window", None) or context
+    """Share of each block in the keys and values of `context` tokens; windows hold no more than their length.
+
+    Raises:
+        FulldepthError: for a model with layers that keep anything else, such as the state of linear attention.
+    """
+    try:
+        layers = LayerCache(anatomy.config).layers
+    except FulldepthError as error:
+        raise FulldepthError(f"target_cache counts keys and values. {error} Set another target.") from error
+    attending = anatomy.layers_with("attention")
     held = {
-        layer: min(context, window) if kinds and "sliding" in kinds[layer - 1] else context
-        for layer in anatomy.layers_with("attention")
+        number: min(context, layer.sliding_window) if layer.is_sliding else context
+        for number, layer in enumerate(layers, start=1)
+        if number in attending
     }
     total = sum(held.values())
     return {b: 0.0 if b.part == "mlp" else held.get(b.layer, 0) / total for b in costs.able}

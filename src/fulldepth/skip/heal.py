@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from fulldepth.architectures import SKIPPED
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
@@ -134,17 +135,20 @@ def refit(
 
     Raises:
         FulldepthError: if the plan is for another model, the model's branches cannot be healed (offloaded or quantised
-            weights, norms after the sums), or the data cannot be split.
+            weights, norms after the sums), no format can hold the healed model, or the data cannot be split.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    settings = settings_of(plan, settings)
+    reading = HeldoutSettings.model_fields.keys() - PLACES
+    stored = {name: value for name, value in plan.cost.get("settings", {}).items() if name in reading}
+    settings = layered(HealSettings, stored, settings.model_dump(mode="json", exclude_unset=True))
     loading = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
     checkpoint = open_model(model, **loading)
     original = checkpoint.model
     if is_offloaded(original):
         raise FulldepthError("Offloaded weights cannot be healed. Load the model without a device map.")
     plan.check_model(original)
-    for format in filter(None, (settings.format, settings.gguf and "gguf")):
+    own = format_for(plan, original)
+    for format in [settings.format or own] + [own] * bool(settings.steps) + ["gguf"] * bool(settings.gguf):
         check_format(original, plan, FORMATS[known_format(format)])
     if settings.gguf is not None:
         check_target(Path(settings.gguf), Gguf.suffix)
@@ -154,32 +158,40 @@ def refit(
         fitting, choosing, unseen = split_rows(plan, examples, heldout is not None, settings.seed)
         healed = copy.deepcopy(original)
         scales = fold(healed, plan).stream_scale
-        before = heldout_losses(
-            {"original": original, "removed": healed}, unseen, settings.batch_size, watcher, READINGS
-        )
+        models = {"original": original, "removed": healed}
+        readings = heldout_losses(models, unseen, settings.batch_size, watcher, READINGS)
         refits = _heal(original, healed, plan, scales, (fitting, choosing), settings.batch_size, watcher)
-        after = heldout_losses(
-            {"original": original, "refitted": healed}, unseen, settings.batch_size, watcher, READINGS
+        planned = {**plan.document()["model"], "hash": model_hash(healed)}
+        healing = Healing(
+            original,
+            healed,
+            plan.changed(model=planned, scalars={}, healed_loss=None, control_loss=None),
+            settings,
+            Examples([*fitting, *choosing], unseen, examples.meta),
+            fitting,
+            choosing,
+            refits,
+            readings,
         )
-    planned = {**plan.document()["model"], "hash": model_hash(healed)}
-    return Healing(
-        original,
-        healed,
-        plan.changed(model=planned, scalars={}, healed_loss=None, control_loss=None),
-        settings,
-        Examples([*fitting, *choosing], unseen, examples.meta),
-        fitting,
-        choosing,
-        refits,
-        {kind: replace(own, sums={**own.sums, **after[kind].sums}) for kind, own in before.items()},
-    )
+        return with_model(healing, "refitted", healed, watcher)
 
 
-def settings_of(plan: Plan, given: HealSettings) -> HealSettings:
-    """The given settings; the search's are the defaults of how data are read, so that the same rows are held out."""
-    known = HeldoutSettings.model_fields.keys() - PLACES
-    stored = {name: value for name, value in plan.cost.get("settings", {}).items() if name in known}
-    return layered(HealSettings, stored, given.model_dump(mode="json", exclude_unset=True))
+def format_for(plan: Plan, model: PreTrainedModel) -> str:
+    """The format that holds a plan's model without its removed parts, or else `folded`."""
+    if plan.kind == "layer":
+        return "layer"
+    return "fast" if model.config.get_text_config(decoder=True).model_type in SKIPPED else "folded"
+
+
+def with_model(healing: Healing, label: str, model: PreTrainedModel | Path, watcher: Watcher) -> Healing:
+    """The healing with the losses of a further model or checkpoint on the held-out rows."""
+    own = open_model(model, device=healing.original.device).model.eval()
+    models = {"original": healing.original, label: own}
+    losses = heldout_losses(models, healing.examples.heldout, healing.settings.batch_size, watcher, READINGS)
+    readings = {
+        kind: replace(before, sums={**before.sums, **losses[kind].sums}) for kind, before in healing.readings.items()
+    }
+    return replace(healing, readings=readings)
 
 
 def split_rows(
@@ -201,7 +213,7 @@ def split_rows(
     drawn = set(np.random.default_rng(seed).permutation(documents)[: max(1, share)].tolist())
     rest, fifth = ([e for e in examples.train if (e.document in drawn) == part] for part in (False, True))
     choosing, unseen = (fifth, examples.heldout) if separate else (examples.heldout, fifth)
-    known = listed_rows(plan) or set()
+    known = listed_rows(plan)
     shared, decision = sum(row_of(example) in known for example in unseen), decided(plan)
     if separate and shared and decision:
         raise FulldepthError(

@@ -16,9 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
-from fulldepth.architectures import SKIPPED
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS
@@ -26,13 +23,12 @@ from fulldepth.files import write_text
 from fulldepth.hf import load_tokenizer, open_model
 from fulldepth.hf.checkpoint_folder import folder_to_be
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, finite, provenance, tabulate
-from fulldepth.skip.bench import gap_finding, heldout_losses, in_words
+from fulldepth.skip.bench import gap_finding, in_words
 from fulldepth.skip.exports.export import NOTES, export, read_notes
-from fulldepth.skip.heal import READINGS, Healing
+from fulldepth.skip.heal import Healing, format_for
 from fulldepth.skip.outcome import joined
-from fulldepth.skip.plan import Plan, in_sample
+from fulldepth.skip.plan import HEALED, Plan, in_sample, rows_of
 
 KIND = "heal"
 NAMES = {
@@ -44,24 +40,6 @@ NAMES = {
 """Model -> its name in sentences."""
 TRAIN, VALIDATION = "train.jsonl", "validation.jsonl"
 """Files of the text that a healed model is trained on."""
-
-
-def format_for(plan: Plan, model: PreTrainedModel) -> str:
-    """The format that holds a plan's model without its removed parts, or else `folded`."""
-    if plan.kind == "layer":
-        return "layer"
-    return "fast" if model.config.get_text_config(decoder=True).model_type in SKIPPED else "folded"
-
-
-def with_model(healing: Healing, label: str, model: PreTrainedModel | Path, watcher: Watcher) -> Healing:
-    """The healing with the losses of a further model or checkpoint on the held-out rows."""
-    own = open_model(model, device=healing.original.device).model.eval()
-    models = {"original": healing.original, label: own}
-    losses = heldout_losses(models, healing.examples.heldout, healing.settings.batch_size, watcher, READINGS)
-    readings = {
-        kind: replace(before, sums={**before.sums, **losses[kind].sums}) for kind, before in healing.readings.items()
-    }
-    return replace(healing, readings=readings)
 
 
 def with_weights(healing: Healing, checkpoint: Path) -> Healing:
@@ -126,7 +104,8 @@ def save_healed(healing: Healing, plan: Plan, target: Path, tokenizer: Any = Non
         shutil.copytree(folder / "export", folder, dirs_exist_ok=True)
         shutil.rmtree(folder / "export")
         notes = read_notes(folder)
-        notes |= {"plan": plan.document(), "notes": [*notes["notes"], "Healed: see report.html in this folder."]}
+        seen = plan.changed(data={**plan.data, HEALED: rows_of(healing.examples.train)})
+        notes |= {"plan": seen.document(), "notes": [*notes["notes"], "Healed: see report.html in this folder."]}
         write_text(folder / NOTES, json.dumps(notes, indent=1, ensure_ascii=False) + "\n")
         results.save(folder)
         if settings.gguf is not None:

@@ -25,7 +25,7 @@ from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED, ScoredBa
 from fulldepth.files import read_document, write_text
 from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
-from fulldepth.skip.plan import Factors, differences
+from fulldepth.skip.plan import Amount, Factors, differences
 
 PROGRESS = "progress.json"
 """File with the progress of a search."""
@@ -38,7 +38,6 @@ Result = tuple[Any, int, float]
 """A result as plain values, and the forwards and FLOPs that it took."""
 Work = Callable[[], Result]
 
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Summed = Annotated[float, Field(ge=-1e30, le=1e30)]
 """Nats; far above any loss, and small enough to be squared."""
 Removed = Annotated[str, Field(pattern=r"^([a-z]+ [1-9][0-9]{0,5}(,[a-z]+ [1-9][0-9]{0,5})*)?$", max_length=100_000)]
@@ -125,11 +124,11 @@ class LossCache:
 
     def known_chunks(self, variant: Variant) -> list[int]:
         """The chunks on which a variant's losses are known, in order."""
-        return sorted(self._chunks(variant, self.criterion))
+        return sorted(self._chunks(variant))
 
     def rows(self, variant: Variant, chunks: Sequence[int], kind: str | None = None) -> np.ndarray:
         """[N] summed losses of the sequences of some chunks, in nats."""
-        sums = self._chunks(variant, kind or self.criterion)
+        sums = self._chunks(variant, kind)
         return np.array([value for chunk in chunks for value in sums[chunk]], dtype=np.float64)
 
     def counts(self, chunks: Sequence[int]) -> np.ndarray:
@@ -198,6 +197,16 @@ class LossCache:
             self._tasks |= tasks
         return [self._tasks[name] for name in names]
 
+    def discard(self) -> None:
+        """Remove the progress file, which nothing will go on from."""
+        if self.path is not None and self.process.is_main:
+            self.path.unlink(missing_ok=True)
+
+    def refused(self, reason: str) -> FulldepthError:
+        """The error for a search that has no plan; another one may use the folder."""
+        self.discard()
+        return FulldepthError(reason)
+
     def begin(self, title: str, total: int) -> None:
         """Start a step of the search of at most `total` passes over a batch."""
         self.finish()
@@ -213,9 +222,9 @@ class LossCache:
             self._open -= count
             self.watcher.advance(count)
 
-    def _chunks(self, variant: Variant, kind: str) -> dict[int, list[float]]:
+    def _chunks(self, variant: Variant, kind: str | None = None) -> dict[int, list[float]]:
         """Chunk -> known summed losses of a variant."""
-        return self._sums.get(kind, {}).get(variant, {})
+        return self._sums.get(kind or self.criterion, {}).get(variant, {})
 
     def _record(self, work: Callable[[], list[Result]]) -> None:
         """Add steps to those of the file: one for each result of `work`, which processes may compute at once."""

@@ -41,9 +41,10 @@ Factor = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]
 LayerKey = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}$")]
 Factors = dict[LayerKey, dict[Literal["b_att", "s_att", "b_mlp", "s_mlp"], Factor]]
 """Layer -> name -> factor."""
-ENTRY = "heldout_rows"
-"""Entry of a plan's data: 16 hexadecimal digits for each distinct held-out row, a hash of its token ids."""
+ENTRY, HEALED = "heldout_rows", "healed_rows"
+"""Entries of a plan's data: 16 hexadecimal digits for each distinct row, a hash of its token ids."""
 DIGITS = 16
+RowHashes = Annotated[str, Field(pattern=r"^[0-9a-f]*$")]
 UNSEEING = ("given", "random", "last")
 """Searches that choose blocks without data."""
 
@@ -65,8 +66,10 @@ class PlannedData(TypedDict, total=False):
     hash: Required[Hash]
     warnings: list[str]
     """Of reading them."""
-    heldout_rows: Annotated[str, Field(pattern=r"^[0-9a-f]*$")]
+    heldout_rows: RowHashes
     """`rows_of` the held-out examples."""
+    healed_rows: RowHashes
+    """In the folder of a healed model: `rows_of` the examples that weights were fitted on, and that chose ridges."""
 
 
 @pydantic.with_config(extra="allow")
@@ -331,7 +334,7 @@ def overlap(plan: Plan, examples: Examples) -> str | None:
     if decision is None or plan.data["hash"] == examples.meta.get("hash"):
         return sentence
     known = listed_rows(plan)
-    if known is None:
+    if ENTRY not in plan.data:
         return f"It is not known whether the held-out rows also {decision}: the plan does not list its rows."
     shared = sum(row in known for row in rows)
     if shared == len(rows):
@@ -339,11 +342,14 @@ def overlap(plan: Plan, examples: Examples) -> str | None:
     return f"{shared} of {len(rows)} held-out rows also {decision}." if shared else None
 
 
-def listed_rows(plan: Plan) -> set[str] | None:
-    """Hashes of the rows that a plan was made with (`row_of`); None if it does not list them."""
-    listed = plan.data.get("heldout_rows")
-    if listed is None:
-        return None
+def healed_rows(plan: Plan) -> set[str]:
+    """Hashes of the rows that healed a plan's model, except those that chose its blocks, which `overlap` names."""
+    return listed_rows(plan, HEALED) - (listed_rows(plan) if decided(plan) else set())
+
+
+def listed_rows(plan: Plan, entry: str = ENTRY) -> set[str]:
+    """Hashes of the rows that a plan was made with (`row_of`); none if it does not list them."""
+    listed = str(plan.data.get(entry, ""))
     return {listed[start : start + DIGITS] for start in range(0, len(listed), DIGITS)}
 
 

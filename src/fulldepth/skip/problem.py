@@ -30,7 +30,7 @@ from fulldepth.hf import (
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
-from fulldepth.settings.search import PLACES, TARGETS, CurveSettings, HeldoutSettings, SearchSettings
+from fulldepth.settings.search import PLACES, CurveSettings, HeldoutSettings, SearchSettings
 from fulldepth.skip.fit import check_fit, make_batches
 from fulldepth.skip.loss_cache import Chunk
 from fulldepth.skip.plan import picks_of
@@ -68,10 +68,8 @@ def open_for(model: str | Path | PreTrainedModel, settings: SearchSettings, proc
     """The language model as passed in, or loaded by the settings of a search.
 
     Raises:
-        FulldepthError: as `load_checkpoint`; for another model; for a device and a device map at once.
+        FulldepthError: as `load_checkpoint`; for another model.
     """
-    if settings.device is not None and settings.device_map is not None:
-        raise FulldepthError("Set a device or a device map, not both.")
     options = settings.model_dump(include={"dtype", "device_map", "revision", "trust_remote_code"})
     checkpoint = open_model(model, device=process.device(settings.device), **options)
     check_task(anatomy_candidates(checkpoint.model)[0])
@@ -193,24 +191,10 @@ def _num_blocks(settings: SearchSettings, depth: int) -> int | None:
         FulldepthError: if the settings do not say how many, or the model has no such layers.
     """
     given = settings.given
-    if (given is None) != (settings.search != "given"):
-        raise FulldepthError(
-            f"The search is {settings.search!r}, and given layers are {given}; use both `search: given` and "
-            "the layers, or none."
-        )
-    if settings.search != "greedy" and (settings.budget or settings.pool):
-        raise FulldepthError(f"budget and pool are for the search `greedy`; `{settings.search}` has no such rounds.")
-    if settings.max_loss is not None and settings.search not in ("greedy", "exact"):
-        raise FulldepthError(f"max_loss needs the search greedy or exact; `{settings.search}` ranks once.")
-    if settings.search == "groups" and settings.granularity != "layer":
-        raise FulldepthError(f"`groups` removes a run of layers, not of {settings.granularity}; use granularity layer.")
     blocks = settings.blocks if given is None else len(given)
     if beyond := [layer for layer in settings.keep if layer > depth]:
         raise FulldepthError(f"There is no layer {beyond[0]} to keep; this model has the layers 1 to {depth}.")
-    stated = [name for name in TARGETS if getattr(settings, name) is not None] + ["blocks"] * bool(blocks)
-    if len(stated) > 1:
-        raise FulldepthError(f"{' and '.join(stated)} are set; a search has one target.")
-    if not stated:
+    if settings.target is None and not blocks:
         raise FulldepthError(
             "How much to remove? Set blocks, a target (target_speedup, target_bytes, target_cache, max_loss), or name "
             "the layers in given."

@@ -10,10 +10,8 @@ from typing import Annotated
 
 import torch
 from pydantic import Field, FiniteFloat
-from torch import Tensor
 from torch.nn import functional
 
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE, Scorer
@@ -34,6 +32,8 @@ def rank(
     loss_cache: LossCache, search: str, goal: Goal, *, seed: int = 0, given: Sequence[int | str] | None = None
 ) -> list[Variant]:
     """The blocks that a baseline removes, in its order; of granularity `any`, attentions and MLPs in one ranking.
+
+    A block that no search may remove then, as the last attention that sees all tokens, is passed over, unless `given`.
 
     - `one-shot`: lowest loss when it alone is skipped.
     - `cosine`: block influence, mean over tokens of `1 - cos(x, x + A)` with the branch A (a layer: of its input and
@@ -60,27 +60,31 @@ def rank(
     count = int(goal.needed) if goal.target == "blocks" else len(costs.able)
     ranked = _closest_run(loss_cache, goal) if search == "groups" else _ranked(loss_cache, search, count, seed)
     removed, picks = BASE, list[Variant]()
-    while goal.left(removed) and len(picks) < len(ranked):
-        picks.append(Variant({ranked[len(picks)]}))
-        removed |= picks[-1]
+    for block in ranked:
+        if goal.left(removed) and removed | {block} in costs.candidates(removed):
+            picks.append(Variant({block}))
+            removed |= picks[-1]
     return picks
 
 
 def _ranked(loss_cache: LossCache, search: str, count: int, seed: int) -> list[Block]:
-    """At least `count` candidates, those to remove first."""
+    """All candidates, those to remove first."""
     costs = loss_cache.costs
     able = list(costs.able)
     if search == "last":
         return able[::-1]
     if search == "random":
-        return random.Random(seed).sample(able, count)
+        generator = random.Random(seed)
+        drawn = generator.sample(able, count)
+        others = [block for block in able if block not in drawn]
+        return drawn + generator.sample(others, len(others))
     if search == "one-shot":
         loss_cache.need_everywhere("One-shot", [Variant({block}) for block in able])
         scores = {block: loss_cache.mean(Variant({block})) for block in able}
     else:
-        blocks, costly = _measured_blocks(loss_cache.scorer), search == "taylor"
-        sums = _summed(loss_cache, search, sensitivity if costly else influence, len(blocks), training=costly)
-        scores = dict(zip(blocks, map(abs, sums), strict=True))
+        costly, measure = search == "taylor", partial(influence, runs=[[block] for block in able])
+        sums = _summed(loss_cache, search, sensitivity if costly else measure, len(able), training=costly)
+        scores = dict(zip(able, map(abs, sums), strict=True))
     return sorted(able, key=lambda block: (scores[block], block))
 
 
@@ -98,13 +102,14 @@ def _closest_run(loss_cache: LossCache, goal: Goal) -> list[Block]:
                 break
             run.append(block)
             if not goal.left(Variant(run)):
-                runs.append(run)
+                if Variant(run) in loss_cache.costs.candidates(Variant(run[:-1])):
+                    runs.append(run)
                 break
     if not runs:
-        raise FulldepthError(
+        raise loss_cache.refused(
             "No run of neighbouring layers reaches the target. Give `groups` a nearer one, in blocks, time or bytes."
         )
-    angles = _summed(loss_cache, "groups", partial(influence, runs=runs), len(runs))
+    angles = _summed(loss_cache, "groups", partial(influence, runs=runs, angles=True), len(runs))
     return runs[angles.index(min(angles))][::-1]
 
 
@@ -130,41 +135,33 @@ def _summed(
     return [sum(sums) for sums in zip(*parts, strict=True)]
 
 
-def _measured_blocks(scorer: Scorer) -> list[Block]:
-    """Every block of the granularity, by part and layer, also of layers that lack the part."""
-    parts = ("attention", "mlp") if scorer.granularity == "any" else (scorer.granularity,)
-    return [Block(layer, part) for part in parts for layer in range(1, scorer.costs.num_layers + 1)]
-
-
 @torch.no_grad()
-def influence(scorer: Scorer, chunk: Chunk, runs: Sequence[Sequence[Block]] | None = None) -> list[float]:
-    """Sums over a chunk's tokens: for every block `1 - cos(x, x + branch)`, or for every run of layers its angle."""
+def influence(scorer: Scorer, chunk: Chunk, runs: Sequence[Sequence[Block]], *, angles: bool = False) -> list[float]:
+    """Sums over a chunk's tokens: for every run of layers, or single branch, `1 - cos(x, y)` of its ends, or the angle.
+
+    Of a branch A, y is x + A.
+    """
     scorer.plain()
-    blocks = _measured_blocks(scorer)
-    parts = {part: SITES[part] for _, part in blocks}
-    totals = [0.0] * len(runs or blocks)
+    sites = {site for run in runs for site in SITES[run[0].part]}
+    totals = [0.0] * len(runs)
     for batch in chunk:
         inputs = batch.to(scorer.device).inputs
-        with capture(scorer.anatomy, [site for sites in parts.values() for site in sites]) as activations:
+        with capture(scorer.anatomy, sorted(sites)) as activations:
             scorer.anatomy.body(**body_inputs(scorer.anatomy, inputs))
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for part, sites in parts.items():
-            if part == "layer":
-                states = activations["residual"]
-                pairs += [(states[run[0].layer - 1], states[run[-1].layer]) for run in runs or [[b] for b in blocks]]
-            else:
-                pairs += [(x, x + a) for x, a in zip(*(activations[site] for site in sites), strict=True)]
-        for index, (before, after) in enumerate(pairs):
+        for index, run in enumerate(runs):
+            streams, *branches = (activations[site] for site in SITES[run[0].part])
+            before = streams[run[0].layer - 1]  # [B, T, D]
+            after = before + branches[0][run[0].layer - 1] if branches else streams[run[-1].layer]
             mask = inputs["attention_mask"].to(before.device).bool()
             after = after.to(before.device)
             cosine = functional.cosine_similarity(before[mask].double(), after[mask].double(), dim=-1).clamp(-1, 1)
-            totals[index] += float((1 - cosine if runs is None else cosine.arccos() / math.pi).sum())
+            totals[index] += float((cosine.arccos() / math.pi if angles else 1 - cosine).sum())
     return totals
 
 
 def sensitivity(scorer: Scorer, chunk: Chunk) -> list[float]:
-    """For every block, the gradient of a chunk's summed loss with respect to a gate on the branch."""
-    anatomy, blocks = scorer.anatomy, _measured_blocks(scorer)
+    """For every candidate, the gradient of a chunk's summed loss with respect to a gate on the branch."""
+    anatomy, blocks = scorer.anatomy, scorer.costs.able
     gates = Scalars(anatomy.num_layers, (), scorer.granularity).to(scorer.device)
     factors = [[gates.get(layer)[name] for name in GATES[part]] for layer, part in blocks]
     flat = list(dict.fromkeys(factor for of in factors for factor in of))

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.loading import Length, Seed
+from fulldepth.settings.search import EffectiveSettings
 from fulldepth.skip.plan import differences
 
 FILE = "responses.jsonl"
@@ -32,8 +33,10 @@ NOTES = "responses.json"
 """File that describes how the responses beside it were generated."""
 
 
-class Sampling(Settings):
+class Sampling(EffectiveSettings):
     """Settings of a generation."""
+
+    belongs: ClassVar = {"generate_responses": ("temperature", "max_new_tokens")}
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """0 = greedy."""
@@ -167,7 +170,8 @@ def generate_responses(
     finally:
         model.generation_config = own_config
     made = {"prompts": count, **settings.model_dump(), "chat_template": bool(tokenizer.chat_template)}
-    return _responses(tokenizer, prompts, rendered, [answers[i] for i in range(count)], ends, made, watcher)
+    shown = prompts if tokenizer.chat_template else rendered  # a template gives the same messages when a pair is read
+    return _responses(tokenizer, shown, [answers[i] for i in range(count)], ends, made, watcher)
 
 
 class GumbelNoise(LogitsProcessor):
@@ -192,7 +196,6 @@ class GumbelNoise(LogitsProcessor):
 def _responses(
     tokenizer: Any,
     prompts: Sequence[Prompt],
-    rendered: Sequence[Prompt],
     answers: Sequence[list[int]],
     ends: set[int],
     settings: dict[str, Any],
@@ -209,8 +212,8 @@ def _responses(
             continue
         unfinished += stop is None
         tokens += len(ids[:stop])
-        if isinstance(prompt, str):  # the template gives the same messages when the pair is read
-            pair = {"prompt": prompt if tokenizer.chat_template else rendered[number - 1], "response": text}
+        if isinstance(prompt, str):
+            pair = {"prompt": prompt, "response": text}
         else:
             pair = {"prompt": prompt, "response": [{"role": "assistant", "content": text}]}
         pairs.append(pair | ({CUT_OFF: True} if stop is None else {}))
@@ -285,7 +288,7 @@ def respond(
     digest = hashlib.sha256(text.encode()).hexdigest()
     write_text(notes, json.dumps({"asked": asked, "made": generated.settings, "sha256": digest}, indent=2))
     write_text(responses, text)
-    return dict(read_document(notes, StoredNotes).made)
+    return generated.settings
 
 
 def _has_text(prompt: Prompt) -> bool:

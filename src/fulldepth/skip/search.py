@@ -21,7 +21,7 @@ from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, PAGE, Results, versions
-from fulldepth.settings import Settings
+from fulldepth.settings import Settings, layer
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import SearchSettings, seconds_of
 from fulldepth.skip.elimination import Round, chain, eliminate, exchange
@@ -92,6 +92,9 @@ def search(
     folder = None if output is None else Path(output)
     if responses is not None and (responses < 1 or folder is None):
         raise FulldepthError(f"Responses need an output folder and a number of at least 1, got {responses}.")
+    drawn = settings.model_dump(include={"seed", "batch_size"})
+    sampling = layer(Sampling, {"temperature": temperature, "max_new_tokens": max_new_tokens, **drawn})
+    sampling.check_effect(generate_responses=responses)
     with processes() as process, process.holding(folder):
         if folder is not None:
             process.first(partial(check_folder, folder, KIND, resume))
@@ -101,8 +104,6 @@ def search(
             tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
         hashed = model_hash(owner)
         if responses is not None and folder is not None:
-            drawn = settings.model_dump(include={"seed", "batch_size"})
-            sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens, **drawn)
             asked = data, responses, folder, sampling, hashed, watcher
             generation = process.first(partial(respond, owner, tokenizer, *asked))
             data = str(folder / RESPONSES)
@@ -120,8 +121,8 @@ def check_folder(folder: Path, kind: str, resume: bool) -> None:
     for name in (RUN_SETTINGS,) if resume else (FILE, DOCUMENT, RUN_SETTINGS):
         if (folder / name).exists():
             raise FulldepthError(f"{folder} already holds a {name}. Choose another output folder.")
-    others = (folder / DOCUMENT).exists() and Results.load(folder).meta.get("kind") != kind
-    if others or ((folder / DOCUMENT).exists() and not (folder / FILE).exists()):
+    results = folder / DOCUMENT
+    if results.exists() and (Results.load(folder).meta.get("kind") != kind or not (folder / FILE).exists()):
         raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
 
 
@@ -137,7 +138,7 @@ def search_with(
     """`search` of a prepared problem, in an output folder that the caller has locked; the model is restored."""
     folder, settings, scorer = None if output is None else Path(output), problem.settings, problem.scorer
     if folder is not None and process.agree((folder / FILE).exists()):
-        return _finished(folder, problem, resume, process)
+        return _finished(folder, problem, process)
 
     def fitted(variant: Variant, *, candidate: bool = False) -> tuple[dict[str, Any], int, float]:
         fitting, heldout = fit_options(settings, candidate=candidate), () if candidate else problem.batches
@@ -165,22 +166,23 @@ def search_with(
             watcher.say(f"Other programs used {other:.0%} of the processor while the parts were timed.")
         return shares
 
-    goal = goal_of(scorer, settings, problem.blocks, timed)
+    goal = goal_of(loss_cache, settings, problem.blocks, timed)
     rounds, exchanges = list[Round](), list[dict[str, Any]]()
     if settings.search in ("greedy", "exact"):
         seconds = math.inf if settings.budget is None else seconds_of(settings.budget)
-        options: dict[str, Any] = {"confidence": settings.confidence}
-        pool = settings.pool if settings.search == "greedy" and settings.criterion != SCALED else None
-        drop = settings.search == "greedy"
-        picks, rounds = eliminate(loss_cache, goal, drop=drop, seconds=seconds, pool=pool, **options)
+        drop, confidence = settings.search == "greedy", settings.confidence
+        picks, rounds = eliminate(
+            loss_cache, goal, drop=drop, confidence=confidence, seconds=seconds, pool=settings.pool
+        )
         share = settings.exchanges if settings.exchanges is not None else SHARE if settings.target else 0.0
         if share and settings.criterion != SCALED:
             most = share * loss_cache.spent["flops"]
-            picks, exchanges = exchange(loss_cache, goal, picks, flops=most, **options)
+            picks, exchanges = exchange(loss_cache, goal, picks, flops=most, confidence=confidence)
     else:
         picks = rank(loss_cache, settings.search, goal, seed=settings.seed, given=settings.given)
     if not picks:
-        raise FulldepthError(f"No block can be removed within {settings.max_loss:g} nats.")
+        limit = "" if settings.max_loss is None else f" within {settings.max_loss:g} nats"
+        raise loss_cache.refused(f"No block can be removed{limit}.")
     removed = chain(picks)[-1]
     if settings.target != "max_loss" and goal.left(removed):
         watcher.say(f"The search ended at {goal.progress(removed)}: no candidate is left.")
@@ -214,20 +216,18 @@ def search_with(
             },
             "seed": settings.seed,
             "versions": versions(),
-            "cost": _cost(problem, loss_cache, picks, rounds, searched, fits) | _reached(goal, picks, exchanges),
+            "cost": _cost(problem, loss_cache, goal, picks, rounds, exchanges, searched, fits),
         }
     )
     if folder is not None and process.is_main:
         plan.save(folder)
-        (folder / PROGRESS).unlink(missing_ok=True)
+    loss_cache.discard()
     process.wait()
     return plan
 
 
-def _finished(folder: Path, problem: SearchProblem, resume: bool, process: Processes) -> Plan:
+def _finished(folder: Path, problem: SearchProblem, process: Processes) -> Plan:
     """The plan of this search, which has finished before."""
-    if not resume:
-        raise FulldepthError(f"{folder} already holds a {FILE}. Choose another output folder.")
     plan = Plan.load(folder)
     expected = problem.hash, problem.examples.meta["hash"], problem.noted_settings
     if (plan.model.hash, plan.data["hash"], plan.cost.get("settings")) != expected:
@@ -240,12 +240,17 @@ def _finished(folder: Path, problem: SearchProblem, resume: bool, process: Proce
 def _cost(
     problem: SearchProblem,
     loss_cache: LossCache,
+    goal: Goal,
     picks: Sequence[Variant],
     rounds: Sequence[Round],
+    exchanges: Sequence[Mapping[str, Any]],
     searched: Mapping[str, float],
     fits: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The entry `cost` of `plan.json`: what the search (`searched`) and the fits took, and how blocks were chosen."""
+    """The entry `cost` of `plan.json`: what the search (`searched`) and the fits took, and how blocks were chosen.
+
+    Of a search with a target also what was asked and reached, and the gain of every block.
+    """
     settings = problem.settings
     plain = plain_flops(loss_cache.costs, picks, [batch.shape for batch in problem.batches])
     cost: dict[str, Any] = {
@@ -267,17 +272,12 @@ def _cost(
             name: {key: record[key] for key in ("losses", "epoch", "train_losses")}
             for name, record in zip(("healed", "control"), fits, strict=True)
         }
-    return {**cost, "settings": problem.noted_settings}
-
-
-def _reached(goal: Goal, picks: Sequence[Variant], exchanges: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The entry `target` of `cost`: what was asked and reached, the gain of every block, and the exchanges."""
-    if goal.target == "blocks":
-        return {"exchanges": list(exchanges)} if exchanges else {}
-    gains = [goal.gain(pick) for pick in picks]
-    needed = None if math.isinf(goal.needed) else goal.needed
-    stated = {"of": goal.target, "needed": needed, "reached": sum(gains), "gains": gains, **goal.notes}
-    return {"target": stated, "exchanges": list(exchanges)}
+    cost["settings"] = problem.noted_settings
+    if goal.target != "blocks":
+        gains = [goal.gain(pick) for pick in picks]
+        needed = None if math.isinf(goal.needed) else goal.needed
+        cost["target"] = {"of": goal.target, "needed": needed, "reached": sum(gains), "gains": gains, **goal.notes}
+    return cost | ({"exchanges": exchanges} if exchanges or "target" in cost else {})
 
 
 def plain_flops(costs: Costs, picks: Sequence[Variant], shapes: Sequence[Shape]) -> float:

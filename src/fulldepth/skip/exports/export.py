@@ -89,10 +89,6 @@ class Export:
     """Whether the program that the format targets has loaded it and computed these logits."""
     notes: tuple[str, ...]
 
-    def __repr__(self) -> str:
-        error = "unknown" if self.logit_error is None else f"{self.logit_error:.1e}"
-        return f"Export({self.path}: {self.format}, {self.bytes / 2**20:.1f} MiB, logit error {error})"
-
 
 @takes_settings(ExportSettings)
 def export(
@@ -123,16 +119,15 @@ def export(
     Raises:
         FulldepthError: if `output` exists or is misnamed, the plan is for another model or of a granularity that the
             format does not hold, folding is refused, the disk is full, the export computes other logits than the plan's
-            model, or both `device` and `device_map` are set.
+            model, or a setting has no effect with the format.
     """
     file_format, target = FORMATS[known_format(format)], Path(output)
     single = file_format.suffix is not None
     most_bytes = settings.shard_size if isinstance(settings.shard_size, int) else file_size(settings.shard_size)
     check_target(target, file_format.suffix)
+    settings.check_effect(format=format)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     hub = settings.model_dump(include={"revision", "trust_remote_code"})
-    if settings.device is not None and settings.device_map is not None:
-        raise FulldepthError("Set a device or a device map, not both.")
     if hasattr(model, "peft_config"):
         raise FulldepthError(
             "The model holds an adapter, which has no place in an export. Merge it (PeftModel.merge_and_unload()) "
@@ -175,7 +170,18 @@ def export(
         strip_foreign_code(part, carries_code=file_format.reader == "carried")
         logit_error = prove(part, ids, expected, allowed, file_format.reader, reader_map)
         parameters = count_parameters(part)
-        describe(part, plan, file_format, logit_error, parameters, notes)
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "format": format,
+            "logit_error": logit_error,
+            "parameters": parameters,
+            "verified": file_format.verified,
+            "notes": notes,
+            "versions": versions(),
+            "plan": plan.document(),
+        }
+        (part / NOTES).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        card_of(plan, file_format, logit_error, parameters, notes).write(part)
         size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
     return Export(format, target, logit_error, parameters, size, file_format.verified, tuple(notes))
 
@@ -205,24 +211,6 @@ def prove_file(path: Path, ids: Tensor, expected: Tensor, allowed: float) -> tup
     if not error <= allowed:
         raise FulldepthError(f"The export is dropped: read again, its logits miss the plan's by {error:.1e}.")
     return error, False
-
-
-def describe(
-    folder: Path, plan: Plan, format: Format, logit_error: float, parameters: int, notes: Sequence[str]
-) -> None:
-    """Write `fulldepth_skip.json` and the model card."""
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "format": format.name,
-        "logit_error": logit_error,
-        "parameters": parameters,
-        "verified": format.verified,
-        "notes": notes,
-        "versions": versions(),
-        "plan": plan.document(),
-    }
-    (folder / NOTES).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    card_of(plan, format, logit_error, parameters, notes).write(folder)
 
 
 def card_of(plan: Plan, format: Format, logit_error: float, parameters: int, notes: Sequence[str]) -> ModelCard:

@@ -168,27 +168,6 @@ def check_foldable(anatomy: Anatomy, plan: Plan) -> None:
     """
     if not heals(plan):  # zeros in a branch's output weights are exact whatever reads the stream
         return
-    check_scalable(anatomy)
-    for layer, own in plan.scalars.items():
-        for name in ("s_att", "s_mlp"):
-            if not own.get(name, 1.0) > 0:
-                raise FulldepthError(
-                    f"{name} of layer {layer} is {own[name]:g}, and folding needs factors of the stream above 0. Fit "
-                    "the scalars again with a lower learning rate, or use the plan in place."
-                )
-
-
-def heals(plan: Plan) -> bool:
-    """Whether a plan has a scalar that is not 1."""
-    return any(value != 1.0 for own in plan.scalars.values() for value in own.values())
-
-
-def check_scalable(anatomy: Anatomy) -> None:
-    """Refuse a model whose stream cannot be rescaled.
-
-    Raises:
-        FulldepthError: with the reason.
-    """
     reasons = {
         "its norms come after the sums, so nothing takes a factor out of the stream": anatomy.family.design == "post",
         "it has several residual streams, mixed by weights that see their scale": anatomy.has_streams,
@@ -206,6 +185,18 @@ def check_scalable(anatomy: Anatomy) -> None:
             f"The scalars of a {type(anatomy.model).__name__} cannot be folded into its weights: {reason}. A plan "
             "without scalars (--no-fit) can be exported."
         )
+    for layer, own in plan.scalars.items():
+        for name in ("s_att", "s_mlp"):
+            if not own.get(name, 1.0) > 0:
+                raise FulldepthError(
+                    f"{name} of layer {layer} is {own[name]:g}, and folding needs factors of the stream above 0. Fit "
+                    "the scalars again with a lower learning rate, or use the plan in place."
+                )
+
+
+def heals(plan: Plan) -> bool:
+    """Whether a plan has a scalar that is not 1."""
+    return any(value != 1.0 for own in plan.scalars.values() for value in own.values())
 
 
 def branch_factors(
@@ -306,7 +297,7 @@ def logits(anatomy: Anatomy, ids: Tensor, weights: Mapping[str, Tensor] | None =
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     own = {name: weight.to(ids.device) for name, weight in (weights or {}).items()}
     with evaluating(model):
-        outputs = (functional_call(model, own, (), inputs) if own else model(**inputs)).logits.cpu()
+        outputs: Tensor = functional_call(model, own, (), inputs).logits.cpu()
     if not bool(torch.isfinite(outputs).all()):
         raise FulldepthError(f"This {type(model).__name__} gives NaN or infinite logits, so nothing can be compared.")
     return outputs
@@ -316,9 +307,7 @@ def scaled_logits(anatomy: Anatomy, plan: Plan, ids: Tensor, folded: Mapping[str
     """[B, T, V] logits of the healed model: blocks skipped in place, scalars outside the weights or in those given."""
     scalars = None
     if plan.scalars and not folded:
-        scalars = Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity)
-    if scalars is not None:
-        scalars.to(device_of(anatomy.model))
+        scalars = Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(device_of(anatomy.model))
     with skipping(anatomy, plan.removed, plan.granularity, scalars=scalars):
         return logits(anatomy, ids, folded)
 

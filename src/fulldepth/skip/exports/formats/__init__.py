@@ -5,7 +5,7 @@ from transformers import PreTrainedModel
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import Anatomy
-from fulldepth.skip.exports.formats.checkpoint import SHARD_SIZE, Draft, as_stock, as_text
+from fulldepth.skip.exports.formats.checkpoint import Draft, as_stock, as_text
 from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
 from fulldepth.skip.exports.formats.format import Folded, Format, Layer
@@ -56,4 +56,4 @@ def check_format(model: PreTrainedModel, plan: Plan, format: Format) -> Anatomy:
     return anatomy if stock is model else find_anatomy(stock)
 
 
-__all__ = ["FORMATS", "SHARD_SIZE", "Draft", "Format", "as_stock", "check_format", "known_format"]
+__all__ = ["FORMATS", "Draft", "Format", "as_stock", "check_format", "known_format"]

@@ -25,8 +25,6 @@ from fulldepth.skip.plan import Plan
 
 IDENTITY = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
 """Entries of a configuration that identify its class and origin."""
-SHARD_SIZE = 5 * 10**9
-"""Default largest weight file in bytes; also the most that is in memory while weights are written."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,8 @@ class Draft:
     plan: Plan
     folding: Folding
     folder: Path
-    shard_size: int = SHARD_SIZE
-    """Largest weight file in bytes."""
+    shard_size: int
+    """Largest weight file in bytes; also the most that is in memory while weights are written."""
     gguf_type: str | None = None
     """Type of changed tensors of a GGUF file."""
     stored: dict[str, Tensor] = field(default_factory=dict)

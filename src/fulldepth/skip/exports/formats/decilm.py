@@ -13,11 +13,9 @@ Source: published `config.json` of Llama-3_1-Nemotron-51B; vLLM `nemotron_nas.py
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
@@ -94,9 +92,9 @@ class DeciLM(Format):
         for name, weight in list(weights.items()):
             if missing and ".mlp." in name:
                 if ".down_proj." not in name:
-                    weights[name] = weight.map(partial(_padded, missing=missing, dim=0))
+                    weights[name] = weight.map(lambda own: pad(own, (0, 0) * (own.ndim - 1) + (0, missing)))
                 elif name.endswith("weight"):
-                    weights[name] = weight.map(partial(_padded, missing=missing, dim=1))
+                    weights[name] = weight.map(lambda own: pad(own, (0, missing)))
             if biased and name.endswith("o_proj.weight"):
                 bias = weight.map(lambda tensor: tensor.new_zeros(len(tensor)))
                 weights.setdefault(name.replace("weight", "bias"), bias)
@@ -134,10 +132,3 @@ def block_configs(config: PreTrainedConfig, skipped: set[int], size: int) -> lis
         }
         for layer in range(1, config.num_hidden_layers + 1)
     ]
-
-
-def _padded(weight: Tensor, missing: int, dim: int) -> Tensor:
-    """A weight padded with `missing` zeros along a dimension."""
-    shape = list(weight.shape)
-    shape[dim] = missing
-    return torch.cat([weight, weight.new_zeros(shape)], dim=dim)
