@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fuzz.world import FAST, QUICK, SEARCH, SKIP, TASKS
+from fuzz.world import CURVE, FAST, QUICK, SEARCH, SKIP, TASKS
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,10 @@ SKIPS = {
         arguments=0.4,
     ),
     "curve": Scenario(
-        f"skip curve model --data data/pairs.jsonl --blocks 2 --output new {SKIP}", "model data/pairs.jsonl"
+        f"skip curve model --data data/pairs.jsonl --blocks 2 --output new {CURVE}", "model data/pairs.jsonl"
     ),
     "curve resume": Scenario(
-        f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve-part --resume {SKIP}",
+        f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve-part --resume {CURVE}",
         "curve-part",
         2,
         grows=("curve-part/*",),

@@ -165,7 +165,8 @@ def _write_data(folder):
 
 FAST = "--max-sequences 4 --sequence-length 16"
 QUICK = f"{FAST} --measures displacement,jump_rate,cosine"
-SKIP = "--sequence-length 16 --set epochs=1 --set chunks=4 --batch-size 4"
+CURVE = "--sequence-length 16 --set chunks=4 --batch-size 4"
+SKIP = f"{CURVE} --set epochs=1"
 SEARCH = f"skip search model --data data/pairs.jsonl {SKIP}"
 TASKS = "--task-data data --limit 2 --set bootstrap_iters=10"
 
@@ -190,8 +191,8 @@ STEPS = {
         1,
     ),
     "skip bench model folded --batches 1 --contexts 8 --max-new-tokens 2 --repeats 2 --output bench": None,
-    f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve {SKIP}": None,
-    f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve-part {SKIP}": ("progress.json", 3),
+    f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve {CURVE}": None,
+    f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve-part {CURVE}": ("progress.json", 3),
 }
 """Commands that make parts of the world, and when they are killed: as they rename something to a file of this name for
 the so-many-th time."""

@@ -42,6 +42,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
+from fulldepth.data.tokens import plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.latency import (
@@ -291,7 +292,7 @@ def _check_tokenizers(entries: Sequence[BenchedModel], examples: Examples, token
             own = open_tokenizer(Checkpoint(entry.model, entry.name))
         except FulldepthError:  # it holds none
             continue
-        if any(own(text)["input_ids"] != tokenizer(text)["input_ids"] for text in texts):
+        if any(plain_ids(own, text) != plain_ids(tokenizer, text) for text in texts):
             raise FulldepthError(
                 f"{entry.label} has another tokenizer than {entries[0].label}: held-out text gets other ids. Not the "
                 "same model."
