@@ -102,6 +102,13 @@ def test_ties_of_half_precision_are_broken_as_the_model_breaks_them(dtype, gener
     same(readout, oracle(logits.double(), targets[where].numpy()), rtol=1e-3, atol=1e-3)
 
 
+def test_the_loss_of_a_hopeless_target_is_finite():
+    states, targets = torch.eye(2)[None, None], torch.tensor([[1, 0]])
+    weight = torch.tensor([[300.0, 0], [0, 0], [0, 500]])
+    readout = read_layers(Fake(weight), states, targets, torch.ones_like(targets))
+    assert_allclose(readout.loss.numpy(), [[300, 500]])
+
+
 def test_equal_logits_of_full_precision_are_one_prediction():
     """A head of zeros (some are initialised so) predicts the first class everywhere, not every class."""
     states, targets = torch.randn(3, 1, 40, 6), torch.arange(40)[None] % 10

@@ -48,7 +48,7 @@ def wrong(main, model, text_file, output):
     [
         ("token_policy=patches", "patches"),
         ("measures=[displacement,cosin]", "'cosin'"),
-        ("measures=[]", "measures: got [] (list), expected List should have at least 1 item"),
+        ("measures=[]", "measures: got [] (list), expected at least 1 item"),
         *((f"measures=[{name}]", name) for name in ("nc1", "mmd", "separability", "retrieval_weight")),
     ],
 )

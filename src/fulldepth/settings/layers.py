@@ -321,7 +321,7 @@ def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: p
             lines.append(f"{'.'.join([*keys, str(problem['loc'][-1])])}: a value is required.")
         else:
             got[".".join(keys)] = value
-            message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+            message = re.sub("^(Input should be|Value error,|List should have) ", "", problem["msg"])
             expected.setdefault(".".join(keys), []).append(message)
     return [
         *lines,
