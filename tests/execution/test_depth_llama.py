@@ -71,31 +71,6 @@ def test_routing(name):
         assert_close(weights, trace.routing[layer - 1], **EXACT)
 
 
-@pytest.mark.parametrize("name", ["hyper", "hyper-static"])
-def test_mixing(name):
-    """The streams that a layer gives, from those that it was given, its branches' outputs and the captured weights."""
-    model, found, states, trace = read(name, ["attention_mixing", "mlp_mixing"])
-    inner = {}
-    for index, layer in enumerate(model.model.layers):
-        for part in ("self_attn", "mlp"):
-            layer.get_submodule(part).register_forward_hook(
-                lambda _, args, out, at=(index + 1, part): inner.update({at: out[0] if isinstance(out, tuple) else out})
-            )
-    with torch.no_grad():
-        model(combinations.tokens())
-    n = found.num_streams
-    assert n == model.config.num_streams
-    given = torch.stack([trace.states[0]] * n, dim=2)
-    for layer in range(1, 6):
-        for site, part in (("attention_mixing", "self_attn"), ("mlp_mixing", "mlp")):
-            weights = states[site][layer]
-            assert weights.ndim == (4 if name == "hyper" else 2)
-            weights = weights.expand(*given.shape[:2], n, n + 2)
-            carried = torch.einsum("btij,btid->btjd", weights[..., 1:-1], given)
-            given = carried + weights[..., -1, None] * inner[layer, part][:, :, None]
-        assert_close(given, trace.states[layer], **EXACT)
-
-
 @pytest.mark.parametrize("shape", [(2, 2), (1, 9, 2, 4), (2, 4, 2), (3, 3)])
 def test_a_router_of_other_sources_or_heads_is_refused(shape):
     with refused(r"the router of layer \d gives .* expected \d sources and as many heads"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,16 +33,13 @@ Where blocks hold several residual streams (Hyper-Connections), the stream is th
 COEFFICIENTS = {
     "routing": "weights of the attention's memory, in layers that have one: [heads, sources], with a dynamic router "
     "[B, T, heads, sources], over key and value states [heads, sources, heads]",
-    "attention_mixing": "weights of the connection of n streams to attention, [B, T, n, n + 2], or [n, n + 2] where "
-    "they are constants: from stream i to the branch, to each stream, and from the branch to stream i",
-    "mlp_mixing": "the same for the MLP",
 }
 """Sites of mixing weights that a model applies to its states; some models have them, in all or some layers."""
 REENTRANT = (
     "{} lies inside a block, and reentrant gradient checkpointing gives it no gradient; enable checkpointing with "
     "use_reentrant=False (in a Trainer gradient_checkpointing_kwargs={{'use_reentrant': False}})."
 )
-ROLES = {"routing": "router", "attention_mixing": "attention_connection", "mlp_mixing": "mlp_connection"}
+ROLES = {"routing": "router"}
 """Site of coefficients -> role of the module that computes them."""
 
 
@@ -268,8 +264,7 @@ def _points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[HookPoint
     for site in sites & ROLES.keys():
         module = anatomy.part(layer, ROLES[site])
         if module is not None:
-            change = _tensor if site == "routing" else partial(_mixing, module)
-            yield HookPoint(module, site != "routing", site, change)
+            yield HookPoint(module, False, site, _tensor)
         elif not anatomy.layers_with(ROLES[site]):
             _required(anatomy, layer, ROLES[site])
 
@@ -318,12 +313,6 @@ def _branch_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[Ho
         carried = {"attention": "attention_carried", "mlp": "mlp_input"}[kind]
         if carried in sites:
             yield HookPoint(connection, False, carried, lambda value: anatomy.stream(value[1]))
-
-
-def _mixing(connection: Any, value: Any) -> Tensor:
-    """[..., n, n + 2] the weights of a connection for its input streams, concatenated."""
-    to_branch_and_streams, from_branch = connection.weights(_tensor(value))
-    return torch.cat([to_branch_and_streams, from_branch[..., None]], dim=-1)
 
 
 def _needs_sum(anatomy: Anatomy, sites: set[str]) -> bool:

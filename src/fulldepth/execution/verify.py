@@ -74,8 +74,6 @@ class Verified:
     """Channels of the value states; 0 if unknown."""
     routed_heads: int = 0
     """Heads of the memory routers (key/value heads); 0 without a memory."""
-    num_streams: int = 1
-    """Residual streams between blocks."""
     unproven: Mapping[str, str] = field(default_factory=dict)
     """`branches`, `head`, `value` -> why this part of the model could not be verified and is left out."""
 
@@ -291,7 +289,6 @@ def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) 
         last.shape[1],
         value_width=values[0].shape[-1] if values else 0,
         routed_heads=check_routing(coefficients.get("routing", {})),
-        num_streams=next((weights.shape[-2] for weights in coefficients.get("mlp_mixing", {}).values()), 1),
         unproven=unproven,
     )
 

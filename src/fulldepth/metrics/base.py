@@ -296,7 +296,7 @@ class Measure(Accumulator):
     """Activations that the measure reads."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Requirements, out of `targets, labels, words, equal_lengths, several_sequences, reference, weights, routing,
-    head_shares, streams, boxes, objects`."""
+    head_shares, boxes, objects`."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
