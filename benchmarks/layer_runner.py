@@ -22,6 +22,7 @@ from decoding import quartiles
 from fulldepth.execution import verify
 from fulldepth.execution.layer_runner import decoding_runner
 from fulldepth.hf import anatomy_candidates, load_checkpoint, load_tokenizer
+from fulldepth.hf.caches import CACHE
 from meters import in_turn, processor_seconds, ratios
 
 PROMPT = "The history of the world is the history of a few who lived, worked and died in the shade of their own fields."
@@ -54,7 +55,7 @@ class Whole(Step):
 
     def _logits(self, ids: Tensor, mask: Tensor) -> Tensor:
         return self.model(
-            input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+            input_ids=ids, attention_mask=mask, **{CACHE: self.cache}, use_cache=True, logits_to_keep=1
         ).logits
 
 

@@ -1,5 +1,6 @@
 """What every test shares: no network, one thread, seeded randomness, a cache of its own."""
 
+import logging
 import os
 import shutil
 import tempfile
@@ -60,6 +61,29 @@ def two_processes():
     pool = TwoProcesses()
     yield pool
     pool.stop()
+
+
+class _Deprecations(logging.Handler):
+    """Collects what transformers logs about names that it will drop."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.messages = []
+
+    def emit(self, record):
+        message = record.getMessage()
+        if "deprecated" in message or "ignoring" in message:
+            self.messages.append(message)
+
+
+@pytest.fixture(autouse=True)
+def no_deprecated_calls():
+    """Fails a test in which transformers logs that a name in a call is deprecated, or that it ignores an argument."""
+    handler, logger = _Deprecations(), logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    assert not handler.messages
 
 
 @pytest.fixture

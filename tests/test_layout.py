@@ -26,6 +26,7 @@ ARROWS = {
     "errors": set(),
     "launch": set(),
     "targets": set(),
+    "tested_versions": set(),
     "threads": set(),
     "thresholds": set(),
     "uncertainty": set(),
@@ -49,7 +50,7 @@ ARROWS = {
     "demonstration": VERBS | {"data", "healing", "hf", "results", "settings"},
     "cli": VERBS | COMPOSITIONS | {"bars", "console", "results", "settings"},
     "__main__": {"cli"},
-    "__init__": NOUNS | VERBS | COMPOSITIONS | {"reporting", "settings"},
+    "__init__": NOUNS | VERBS | COMPOSITIONS | {"reporting", "settings", "tested_versions"},
 }
 """Room -> the rooms that it may import, besides itself and `EVERYWHERE`."""
 EVERYWHERE = {

@@ -6,9 +6,15 @@ Names load on first use (PEP 562), so that importing the package and printing he
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
+from fulldepth.tested_versions import untested_warning
+
 __version__ = "0.1.0"
+
+if (_message := untested_warning()) is not None:
+    warnings.warn(_message, stacklevel=2)
 
 if TYPE_CHECKING:
     from fulldepth.demonstration import demo as demo
@@ -38,7 +44,6 @@ _HOME = {
 _ROOMS = (
     "architectures",
     "data",
-    "early_exit",
     "evaluation",
     "execution",
     "exit",

@@ -9,6 +9,7 @@ from transformers import StaticCache
 
 from architectures import oracle
 from architectures.combinations import EVERY, KINDS, SIZE, build, frequencies, padded, parameters, tokens
+from fulldepth.hf.caches import CACHE
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -33,10 +34,10 @@ def in_pieces(model, ids, mask, positions, pieces, cache=None):
             input_ids=ids[:, start:stop],
             attention_mask=mask[:, :stop],
             position_ids=positions[:, start:stop],
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
         )
-        cache, start = output.past_key_values, stop
+        cache, start = output[CACHE], stop
         logits.append(output.logits)
     assert start == ids.shape[1]
     return torch.cat(logits, dim=1), cache
@@ -59,8 +60,8 @@ def test_positions_and_mask_may_be_left_to_the_model(name):
     with torch.no_grad():
         expected, cache, logits = model(ids, use_cache=False).logits, None, []
         for piece in ids.split([3, 3, 1, 1], dim=1):
-            output = model(piece, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(piece, **{CACHE: cache}, use_cache=True)
+            cache = output[CACHE]
             logits.append(output.logits)
         assert_close(torch.cat(logits, dim=1), expected, **CLOSE)
         assert_close(model(ids, logits_to_keep=2).logits, expected[:, -2:], **CLOSE)
@@ -73,8 +74,8 @@ def test_the_cache_holds_only_the_routed_keys_and_values(name):
     """As large as Llama's: [B, H_kv, T, d] twice per layer."""
     model, ids = build(name), tokens()
     with torch.no_grad():
-        cache = model(ids[:, :5], use_cache=True).past_key_values
-        cache = model(ids[:, 5:], past_key_values=cache, use_cache=True).past_key_values
+        cache = model(ids[:, :5], use_cache=True)[CACHE]
+        cache = model(ids[:, 5:], **{CACHE: cache}, use_cache=True)[CACHE]
         trace = oracle.run(parameters(model), model.config, ids, frequencies=frequencies(model))
     assert len(cache.layers) == model.config.num_hidden_layers
     for layer, keys, values in zip(cache.layers, trace.keys, trace.values, strict=True):
@@ -121,8 +122,8 @@ def test_a_cache_that_is_cropped_forgets(name):
     """As speculative decoding does with rejected tokens."""
     model, ids = build(name), tokens(2, 8)
     with torch.no_grad():
-        cache = model(ids, use_cache=True).past_key_values
+        cache = model(ids, use_cache=True)[CACHE]
         cache.crop(-5)
-        logits = model(ids[:, 3:].flip(1), past_key_values=cache, use_cache=True).logits
+        logits = model(ids[:, 3:].flip(1), **{CACHE: cache}, use_cache=True).logits
         whole = torch.cat([ids[:, :3], ids[:, 3:].flip(1)], dim=1)
         assert_close(logits, model(whole, use_cache=False).logits[:, 3:], **CLOSE)

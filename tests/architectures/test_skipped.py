@@ -13,6 +13,7 @@ from transformers import AutoConfig, DynamicCache, StaticCache
 import tiny_models
 from architectures.test_decoding import in_pieces
 from fulldepth.architectures import SKIPPED, DeciLMConfig, DeciLMForCausalLM
+from fulldepth.hf.caches import CACHE
 from json_files import read_json
 from skip import plain
 
@@ -105,9 +106,9 @@ def test_generation_gives_the_same_tokens_whatever_the_cache(name):
 def test_a_cache_that_another_model_filled_is_refused():
     stock = tiny_models.build("llama")
     ids = tokens()[0]
-    cache = stock(input_ids=ids, use_cache=True).past_key_values
+    cache = stock(input_ids=ids, use_cache=True)[CACHE]
     with pytest.raises(ValueError, match="filled by another model"):
-        skipped(stock, (2,))(input_ids=ids[:, :1], past_key_values=cache)
+        skipped(stock, (2,))(input_ids=ids[:, :1], **{CACHE: cache})
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -22,6 +22,7 @@ from architectures.combinations import (
     tokens,
 )
 from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
+from fulldepth.hf.caches import CACHE
 from tiny_models import gradients, same_weights
 
 NEW = {
@@ -103,8 +104,8 @@ def test_half_precision_is_finite_and_near(name, way):
         assert output.logits.dtype == torch.bfloat16
         errors[case] = error(output.logits.detach(), exact.detach())
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
-            cache = model.eval()(ids[:, :8], use_cache=True).past_key_values
-            rest = model(ids[:, 8:], past_key_values=cache, use_cache=True).logits
+            cache = model.eval()(ids[:, :8], use_cache=True)[CACHE]
+            rest = model(ids[:, 8:], **{CACHE: cache}, use_cache=True).logits
         errors[f"{case}-cached"] = error(rest, exact.detach()[:, 8:])
     for case in (name, f"{name}-cached"):
         assert errors[case] < max(3 * errors["serial"], 0.01), errors

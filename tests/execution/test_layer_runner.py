@@ -12,6 +12,7 @@ from families import zoo
 from fulldepth.execution import verify
 from fulldepth.execution.layer_runner import decoding_runner
 from fulldepth.hf import anatomy_candidates
+from fulldepth.hf.caches import CACHE
 from refusals import refused
 from tiny_models import token_ids
 
@@ -70,8 +71,8 @@ def test_a_model_whose_own_decoding_differs_is_refused_for_that_reason():
     model = tf.MoshiForCausalLM(zoo.config_for("moshi", sliding_window=8)).eval()
     with torch.no_grad():
         whole = model(**batch, use_cache=False).logits[:, -1]
-        cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
-        decoded = model(**batch | {"input_ids": ids[:, -1:]}, past_key_values=cache).logits[:, -1]
+        cache = model(input_ids=ids[:, :-1], use_cache=True)[CACHE]
+        decoded = model(**batch | {"input_ids": ids[:, -1:]}, **{CACHE: cache}).logits[:, -1]
     assert not torch.allclose(whole, decoded, atol=1e-5)
     anatomy = verify(anatomy_candidates(model), batch, optional=("branches",)).anatomy
     with refused(r"its own decoding .* keeps a window of 8 positions"):

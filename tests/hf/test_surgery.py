@@ -14,6 +14,7 @@ from execution import decoders  # noqa: F401  # lists Mistral with a window
 from families import zoo
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import GRANULARITIES, Scalars, Switches, anatomy_candidates, skipping
+from fulldepth.hf.caches import CACHE
 from refusals import refused
 
 LLAMA_LIKE = ("self_attn.o_proj", "mlp.down_proj")
@@ -92,8 +93,8 @@ def manual(model, ids, steps, cache=None):
     """The same in a loop of one's own over a cache, token by token."""
     past, chosen, step = cache, [], ids
     for _ in range(steps):
-        out = model(input_ids=step, past_key_values=past, use_cache=True)
-        past = out.past_key_values
+        out = model(input_ids=step, **{CACHE: past}, use_cache=True)
+        past = out[CACHE]
         chosen.append(out.logits[:, -1])
         step = chosen[-1].argmax(-1, keepdim=True)
         ids = torch.cat([ids, step], dim=1)

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from fulldepth.architectures.depth_llama import DepthLlamaConfig, DepthLlamaForCausalLM, DepthLlamaModel, build_tree
-from fulldepth.architectures.skipped import SKIPPED, DeciLMConfig, DeciLMForCausalLM
+from fulldepth.architectures.skipped import SKIPPED, TESTED_TRANSFORMERS, DeciLMConfig, DeciLMForCausalLM
 
 
 def _register(config: Any, model: Any, causal_lm: Any) -> None:
@@ -27,6 +27,7 @@ DeciLMForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 
 __all__ = [
     "SKIPPED",
+    "TESTED_TRANSFORMERS",
     "DeciLMConfig",
     "DeciLMForCausalLM",
     "DepthLlamaConfig",

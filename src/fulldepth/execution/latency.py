@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Anatomy
+from fulldepth.hf import Anatomy, cache_argument, cache_in
 
 PHASES = ("prefill", "decode")
 
@@ -63,7 +63,9 @@ class Runner:
 
     def __init__(self, model: PreTrainedModel) -> None:
         names = inspect.signature(type(model).forward).parameters
-        self.model, self._takes_positions = model, "position_ids" in names
+        self.model = model
+        self._takes_positions = "position_ids" in names
+        self._cache_name = cache_argument(model)
         self._options: dict[str, Any] = {
             "use_cache": True,
             **({"logits_to_keep": 1} if "logits_to_keep" in names else {}),
@@ -87,17 +89,18 @@ class Runner:
         try:
             start = now(ids.device)
             output = self.model(input_ids=prompt, **self._options)
-            if getattr(output, "past_key_values", None) is None:
+            cache = cache_in(output)
+            if cache is None or all(getattr(cache, "is_linear", (False,))):  # recurrent states alone
                 raise FulldepthError(f"{type(self.model).__name__} gives no cache of keys and values to decode with.")
             between = now(ids.device)
             for token, position in zip(steps, positions, strict=True):
-                cache = output.past_key_values
-                output = self.model(input_ids=token, past_key_values=cache, **position, **self._options)
+                output = self.model(input_ids=token, **{self._cache_name: cache}, **position, **self._options)
+                cache = cache_in(output)
             end = now(ids.device)
         finally:
             if collects:
                 gc.enable()
-        return Trial(between - start, (end - between) / len(steps), output.past_key_values, output.logits[:, -1])
+        return Trial(between - start, (end - between) / len(steps), cache, output.logits[:, -1])
 
 
 def check_positions(anatomy: Anatomy, context: int, new_tokens: int) -> None:

@@ -17,7 +17,7 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.layer_cache import KNOWN_LAYERS, LayerCache
 from fulldepth.execution.stream import check_close, is_close, reason_of
-from fulldepth.hf import Anatomy, Classifier
+from fulldepth.hf import Anatomy, Classifier, cache_argument, cache_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a block besides the state: positional and keyword arguments (masks, position embeddings, ...)."""
@@ -144,7 +144,7 @@ class LayerRunner:
         if bool(inputs["attention_mask"].all()):  # as in `generate`, which makes masks quicker
             del inputs["attention_mask"]
         keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters_of(type(model).forward) else {}
-        logits: Tensor = model(**inputs, past_key_values=cache, use_cache=True, **keep).logits
+        logits: Tensor = model(**inputs, **{cache_argument(model): cache}, use_cache=True, **keep).logits
         return logits[:, -1]
 
     def finish(self, states: Tensor, layer: int | None = None) -> Tensor:
@@ -180,7 +180,8 @@ class LayerRunner:
         if self._cache is None:
             self._module(**body_inputs(self.anatomy, inputs))
         else:
-            self._module(**with_positions(self._module, inputs), past_key_values=self._cache, use_cache=True)
+            cached = {cache_argument(self._module): self._cache, "use_cache": True}
+            self._module(**with_positions(self._module, inputs), **cached)
 
     @contextmanager
     def _blocks_replaced(self) -> Iterator[None]:
@@ -346,11 +347,12 @@ def _decode(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> Tensor:
         FulldepthError: unless the cache holds only keys and values, at all positions of every layer with attention.
     """
     length = inputs["input_ids"].shape[1]
+    name = cache_argument(anatomy.model)
     cache, logits, before = None, [], 0
     for end in range(length - STEPS, length + 1):
         part = with_positions(anatomy.model, _part(inputs, before, end))
-        output = anatomy.model(**part, past_key_values=cache, use_cache=True)
-        cache, before = output.get("past_key_values"), end
+        output = anatomy.model(**part, **{name: cache}, use_cache=True)
+        cache, before = cache_in(output), end
         if not isinstance(cache, DynamicCache):
             raise FulldepthError(f"its forward pass keeps {type(cache).__name__}, no cache of keys and values")
         if other := {type(layer).__name__ for layer in cache.layers if type(layer) not in KNOWN_LAYERS}:

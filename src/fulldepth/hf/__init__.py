@@ -13,6 +13,7 @@ from fulldepth.hf.anatomy import (
     text_config,
     unused_positions,
 )
+from fulldepth.hf.caches import CACHE_NAMES, cache_argument, cache_in
 from fulldepth.hf.exit_heads import (
     EXIT_HEADS,
     add_exit_heads,
@@ -67,6 +68,7 @@ from fulldepth.hf.surgery import Switches, skipping
 from fulldepth.hf.truncation import renumber_layers, slice_lists, truncated
 
 __all__ = [
+    "CACHE_NAMES",
     "EXIT_HEADS",
     "FAMILIES",
     "GRANULARITIES",
@@ -87,6 +89,8 @@ __all__ = [
     "available_memory",
     "begin_checkpoint",
     "body_inputs",
+    "cache_argument",
+    "cache_in",
     "check_exit_heads",
     "checkpoint_of",
     "copy_to_exit_heads",

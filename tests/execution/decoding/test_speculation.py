@@ -15,6 +15,7 @@ import tiny_models as tm
 from execution import decoders
 from fulldepth.execution.decoding.session import DecodingSession
 from fulldepth.exit import Decoder, generate
+from fulldepth.hf.caches import CACHE
 from marks import thorough
 from refusals import refused
 
@@ -160,10 +161,10 @@ def test_a_decoder_is_a_loop_for_generate():
     mask = prompts["attention_mask"]
     counted = (mask.cumsum(-1) - 1).clamp(min=0)
     assert torch.equal(model.generate(**prompts, **options, custom_generate=decoder, position_ids=counted), expected)
-    cache = model(input_ids=prompts["input_ids"], use_cache=True).past_key_values
+    cache = model(input_ids=prompts["input_ids"], use_cache=True)[CACHE]
     for name, value in {
         "position_ids": counted + 7,
-        "past_key_values": cache,
+        CACHE: cache,
         "output_scores": True,
         "num_beams": 2,
     }.items():

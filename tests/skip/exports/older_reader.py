@@ -15,6 +15,9 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 def load(folder):
@@ -38,9 +41,9 @@ def in_steps(model, ids):
     mask = (ids != 0).long()
     places = (mask.cumsum(1) - 1).clamp(min=0)
     for begin, end in [(0, half), *((at, at + 1) for at in range(half, ids.shape[1]))]:
-        given = {"attention_mask": mask[:, :end], "position_ids": places[:, begin:end], "past_key_values": cache}
+        given = {"attention_mask": mask[:, :end], "position_ids": places[:, begin:end], CACHE: cache}
         outputs = model(input_ids=ids[:, begin:end], use_cache=True, **given)
-        cache = outputs.past_key_values
+        cache = outputs[CACHE]
         found.append(outputs.logits)
     return torch.cat(found, dim=1), cache
 

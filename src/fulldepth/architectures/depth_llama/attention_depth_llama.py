@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import (
     repeat_kv,
 )
 
+from .arguments_depth_llama import single_cache
 from .configuration_depth_llama import DepthLlamaConfig
 from .memory_depth_llama import DynamicRouter, KeyValueRouter, StaticRouter, route_key_value, routed_key_value
 
@@ -106,6 +107,7 @@ class DepthLlamaAttention(LlamaAttention):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
         past_key_values: Cache | None = None,
         stream: Tensor | None = None,
         memory: Sequence[Tensor] = (),
@@ -117,7 +119,8 @@ class DepthLlamaAttention(LlamaAttention):
             hidden_states: the layer's normalised input `[B, T, D]`.
             position_embeddings: cosines and sines of the rotary embedding.
             attention_mask: as the chosen attention implementation reads it.
-            past_key_values: cache; it gets routed keys and values.
+            cache: receives the routed keys and values.
+            past_key_values: the cache's name before transformers 5.24.
             stream: the layer's input before its norm, for a dynamic router that reads it.
             memory: for `static` and `dynamic` the normalised states (without gain) of all sources, the layer's own
                 input last; for `kv` keys and values of the earlier layers in turn, before routing.
@@ -133,8 +136,9 @@ class DepthLlamaAttention(LlamaAttention):
         query_states = self.q_proj(hidden_states).view(shape).transpose(1, 2)
         key_states, value_states = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, *position_embeddings)
-        if past_key_values is not None:
-            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+        cache = single_cache(cache, past_key_values)
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         attended, weights = attend(
             self,

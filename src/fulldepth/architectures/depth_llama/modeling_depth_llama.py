@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .arguments_depth_llama import CACHE, HANDED_ON, LOSS_ARGUMENTS, refuse_unknown, single_cache
 from .attention_depth_llama import DepthLlamaAttention, DepthLlamaRMSNorm, DepthLlamaRotaryEmbedding
 from .configuration_depth_llama import EMBEDDING, DepthLlamaConfig
 from .hyper_depth_llama import HyperConnection, collapse, expand
@@ -94,7 +95,7 @@ class DepthLlamaPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DepthLlamaDecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [CACHE]  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -221,28 +222,33 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """As `LlamaModel.forward`.
+        """As `LlamaModel.forward`, with the cache under either of its names.
 
         Raises:
-            ValueError: unless exactly one of `input_ids` and `inputs_embeds` is given.
+            ValueError: unless exactly one of `input_ids` and `inputs_embeds` is given; for two caches.
+            TypeError: for an argument that no part of the model reads.
         """
+        refuse_unknown(self, kwargs)
+        cache = single_cache(cache, past_key_values)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        named_cache: dict[str, Any] = {CACHE: cache}
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             position_ids=position_ids,  # only given ones can tell of packed documents
+            **named_cache,
         )
         if position_ids is None:
-            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            past = cache.get_seq_length() if cache is not None else 0
             positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past
             position_ids = cast(torch.LongTensor, positions.unsqueeze(0))
         outputs = self._decode(
@@ -250,7 +256,7 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
             attention_mask=mask,
             position_embeddings=self.rotary_emb(inputs_embeds, position_ids=position_ids),
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             return_dict=True,
             **kwargs,
@@ -262,7 +268,7 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
         return outputs
 
     @capture_outputs
-    def _decode(self, hidden_states: Tensor, past_key_values: Cache | None, **kwargs: Any) -> BaseModelOutputWithPast:
+    def _decode(self, hidden_states: Tensor, cache: Cache | None, **kwargs: Any) -> BaseModelOutputWithPast:
         """Embeddings `[B, T, D]` through all layers, each with what it reads of tree and memory, and the norm."""
         kind, eps, hyper = self.config.memory, self.config.rms_norm_eps, self.config.residual == "hyper"
         tree = (self.config.tree or {}) if self.config.residual == "tree" else {}
@@ -278,14 +284,15 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
             ancestor, previous = (outputs[source] for source in tree[index]) if index in tree else (None, hidden_states)
             routed = layer.self_attn.router is not None
             sources = memory[: -1 if index in tree and kind != "kv" else None] if routed else ()
-            result = layer(previous, ancestor, *sources, past_key_values=past_key_values, **kwargs)
+            result = layer(previous, ancestor, *sources, **{CACHE: cache}, **kwargs)
             hidden_states, *own = result if isinstance(result, tuple) else (result,)
             memory.extend(own)
             if index - 1 not in read_later:
                 del outputs[index - 1]
         if hyper:
             hidden_states = collapse(hidden_states)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        named_cache: dict[str, Any] = {CACHE: cache}
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **named_cache)
 
 
 class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
@@ -313,17 +320,26 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """As `LlamaForCausalLM.forward`; `labels` are shifted by the loss, which also takes `num_items_in_batch`."""
+        """As `LlamaForCausalLM.forward`, with the cache under either of its names.
+
+        `labels` are shifted by the loss, which also takes `num_items_in_batch`, `shift_labels` and `ignore_index`.
+
+        Raises:
+            ValueError: as `DepthLlamaModel.forward`.
+            TypeError: for an argument that no part of the model reads.
+        """
+        refuse_unknown(self, kwargs, (*HANDED_ON, *LOSS_ARGUMENTS))
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            **kwargs,
+            cache=single_cache(cache, past_key_values),
+            **{name: value for name, value in kwargs.items() if name not in LOSS_ARGUMENTS},
         )
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, positions, :])
@@ -333,7 +349,7 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

@@ -26,6 +26,25 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from .configuration_skipped import config_class
 
 BEFORE_5 = transformers.__version__.startswith("4.")
+TESTED_TRANSFORMERS = ("4.57.6", "5.23.0", "5.24.0")
+"""Versions of transformers that this code was tested with."""
+CACHE_NAMES = ("cache", "past_key_values")
+"""Names of the argument with the cache: since transformers 5.24, and before."""
+HANDED_ON = (
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "num_items_in_batch",
+    "is_causal",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "shift_labels",
+    "ignore_index",
+)
+"""Arguments beyond a signature that stock classes, `Trainer` and attention implementations hand on."""
 conversions: Any = None if BEFORE_5 else import_module("transformers.conversion_mapping")
 
 
@@ -254,13 +273,50 @@ def compact(cache: Cache, skipped: set[int], num_layers: int) -> None:
         cache.layers.append(TokenCounter())
 
 
+def _argument_names(model: Any) -> list[str]:
+    """Names of the arguments of a stock forward pass, in its order.
+
+    Raises:
+        ValueError: if none of them is a cache by a name that this code knows.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    if not set(CACHE_NAMES).intersection(names):
+        raise ValueError(
+            f"transformers {transformers.__version__} passes the cache of {type(model).__name__} by a name that this "
+            f"code does not know; it was tested with transformers {', '.join(TESTED_TRANSFORMERS)}"
+        )
+    return names
+
+
+def _refuse_unknown(names: list[str], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: refuse arguments that the stock class would accept and not read.
+
+    Raises:
+        TypeError: with their names.
+    """
+    if unknown := sorted(kwargs.keys() - {*names, *CACHE_NAMES, *HANDED_ON}):
+        raise TypeError(f"{type(model).__name__}.forward() takes no argument {', '.join(map(repr, unknown))}")
+
+
 def _before_pass(names: list[str], stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook: pass a cache with entries only for layers with attention; `names` are the arguments' names."""
+    """Forward pre-hook: pass a cache with entries only for layers with attention; `names` are the arguments' names.
+
+    Raises:
+        ValueError: for two caches, or a cache that another model filled.
+    """
     kwargs = kwargs | dict(zip(names, args, strict=False))
-    cache, config, wanted = kwargs.get("past_key_values"), stack.config, kwargs.get("use_cache")
+    cache_name = next(name for name in CACHE_NAMES if name in names)
+    passed = [cache for cache in (kwargs.pop(name, None) for name in CACHE_NAMES) if cache is not None]
+    if len(passed) > 1:
+        raise ValueError("cache and past_key_values are two names of one argument; pass one of them")
+    cache = passed[0] if passed else None
+    config = stack.config
+    wanted = kwargs.get("use_cache")
     wanted = config.use_cache if wanted is None else wanted
     if cache is None and wanted and not (stack.gradient_checkpointing and stack.training):  # as the stock class does
-        cache = kwargs["past_key_values"] = DynamicCache(config=config)
+        cache = DynamicCache(config=config)
+    kwargs[cache_name] = cache
     if isinstance(cache, Cache):
         # Not L: early exit in `generate` lowers the configuration's number temporarily.
         num_layers = config.num_hidden_layers
@@ -270,7 +326,7 @@ def _before_pass(names: list[str], stack: Any, args: tuple[Any, ...], kwargs: di
 
 def _after_pass(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
     """Forward hook: count the tokens of a cache without keys and values."""
-    cache = kwargs.get("past_key_values")
+    cache = next((kwargs[name] for name in CACHE_NAMES if name in kwargs), None)
     if isinstance(cache, Cache) and cache.layers and isinstance(cache.layers[0], TokenCounter):
         inputs = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
         cache.layers[0].cumulative_length += inputs.shape[1]  # type: ignore[union-attr]
@@ -322,7 +378,8 @@ class SkippedModel:
         if config.stream_scale is not None:
             _rescale(body.get_submodule(layout.final_norm), config.stream_scale[-1])  # type: ignore[attr-defined]
         stack = body.get_submodule(layout.layers.rpartition(".")[0])  # type: ignore[attr-defined]
-        names = [*inspect.signature(stack.forward).parameters]
+        names = _argument_names(stack)
+        stack.register_forward_pre_hook(partial(_refuse_unknown, names), with_kwargs=True)
         stack.register_forward_pre_hook(partial(_before_pass, names), with_kwargs=True)
         stack.register_forward_hook(_after_pass, with_kwargs=True)
 
@@ -335,6 +392,9 @@ class SkippedForCausalLM:
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         setattr(self, self.base_model_prefix, self.model_class(config))  # type: ignore[attr-defined]
+        self.register_forward_pre_hook(  # type: ignore[attr-defined]
+            partial(_refuse_unknown, _argument_names(self)), with_kwargs=True
+        )
         self.post_init()  # type: ignore[attr-defined]
 
 

@@ -19,11 +19,11 @@ from fulldepth.execution.decoding.session import DecodingSession, Stats
 from fulldepth.execution.latency import check_positions
 from fulldepth.execution.layer_runner import LayerRunner, decoding_runner, positions
 from fulldepth.execution.verify import prove
-from fulldepth.hf import Anatomy, device_of, evaluating
+from fulldepth.hf import CACHE_NAMES, Anatomy, cache_in, device_of, evaluating
 
 SHARED = (
     "position_ids",
-    "past_key_values",
+    *CACHE_NAMES,
     "use_cache",
     "logits_to_keep",
     "cache_position",
@@ -200,10 +200,10 @@ def _check(mask: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) 
     others = [name for name, value in prepared.items() if name not in SHARED and value is not None]
     if others:
         raise FulldepthError(f"Decoding layer by layer takes text alone, not {names_of(others)}.")
-    cache, given = prepared.get("past_key_values"), prepared.get("position_ids")
+    cache, given = cache_in(prepared), prepared.get("position_ids")
     if cache is not None and cache.get_seq_length():
         raise FulldepthError(
-            "Decoding layer by layer begins with an empty cache; leave out past_key_values, and give the whole text."
+            "Decoding layer by layer begins with an empty cache; leave the cache out, and give the whole text."
         )
     if given is not None and bool(((given != positions(mask)) & (mask != 0)).any()):
         raise FulldepthError(

@@ -22,6 +22,10 @@ sys.modules["fulldepth"] = None  # type: ignore[assignment]  # an export must lo
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers.modeling_outputs import BaseModelOutputWithPast  # noqa: E402
+
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""Name of the cache, which transformers 5.24 changed."""
 
 
 def load_causal(folder: str, carried: bool, device_map: str | None) -> Any:
@@ -84,10 +88,8 @@ def logits(model: Any, ids: torch.Tensor, cached: bool) -> torch.Tensor:
     start = max(1, length - 4)
     parts, cache = [], None
     for begin, end in [(0, start), *((at, at + 1) for at in range(start, length))]:
-        outputs = model(
-            input_ids=ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True
-        )
-        cache = outputs.past_key_values
+        outputs = model(input_ids=ids[:, begin:end], attention_mask=mask[:, :end], use_cache=True, **{CACHE: cache})
+        cache = outputs[CACHE]
         parts.append(outputs.logits)
     return torch.cat(parts, dim=1)
 

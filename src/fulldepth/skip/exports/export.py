@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import re
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,11 +15,13 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 import torch
+import transformers
+from packaging.version import Version
 from pydantic import AfterValidator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fulldepth.architectures import SKIPPED, DeciLMForCausalLM
+from fulldepth.architectures import SKIPPED, TESTED_TRANSFORMERS, DeciLMForCausalLM
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.readers import LOWEST, prove
@@ -53,6 +57,8 @@ from fulldepth.skip.plan import MOST_BYTES, Plan, in_sample
 NOTES = "fulldepth_skip.json"
 """File of an export with its format, error, notes and plan."""
 SCHEMA_VERSION = 1
+CODE = "modeling_skipped.py"
+"""File of an export with the code of its class."""
 ALLOWANCE, MOST_NOISE = 1.5, 0.2
 """Multiple of the error of rounding in half precision that an export may have, and an upper limit."""
 ROUGH = 0.05
@@ -165,6 +171,8 @@ def export(
             return Export(format, target, logit_error, parameters, size, verified, tuple(notes))
         publish_older_names(part)
         chosen = settings.tokenizer if tokenizer is None else tokenizer
+        if file_format.reader == "carried":
+            notes.append(f"The code in this folder was tested with transformers {', '.join(TESTED_TRANSFORMERS)}.")
         notes += save_tokenizer(chosen, (plan.data.get("tokenizer"), source, plan.model.name), part, **hub)
         publish_older_tokenizer(part)
         strip_foreign_code(part, carries_code=file_format.reader == "carried")
@@ -253,6 +261,9 @@ def load(
 ) -> PreTrainedModel:
     """The model of an export of any format, in evaluation mode, without running code from the folder.
 
+    The code that is run is fulldepth's own. Warns if the folder carries code that was not tested with the installed
+    transformers, which `trust_remote_code=True` would run.
+
     An export of the format `fast` or `decilm` that was saved again (`save_pretrained`), for example after fine-tuning,
     has no notes; its configuration names the class.
 
@@ -277,7 +288,30 @@ def load(
     checkpoint = load_checkpoint(folder, dtype=dtype, device=device, device_map=device_map, model_class=kind)
     if is_decilm and checkpoint.warnings:  # weights that the class does not use
         raise FulldepthError(f"Cannot load a model from {folder}. {checkpoint.warnings[0]}")
+    if is_ours and (message := warning_of_older_code(folder)) is not None:
+        warnings.warn(message, stacklevel=2)
     return checkpoint.model
+
+
+def warning_of_older_code(folder: Path) -> str | None:
+    """Return a message if the code in an export is older than the installed transformers; None if it is not.
+
+    Code that names no versions is older than transformers 5.24, whose name of the cache it ignores.
+    """
+    code = folder / CODE
+    if not code.is_file():
+        return None
+    stated = re.search(r"^TESTED_TRANSFORMERS = \(([^)]*)\)", code.read_text(encoding="utf-8"), re.MULTILINE)
+    tested = re.findall(r'"([^"]+)"', stated[1]) if stated else ["5.23.0"]
+    newest = max(map(Version, tested))
+    installed = Version(transformers.__version__)
+    if installed.release[:2] <= newest.release[:2]:
+        return None
+    return (
+        f"The code that {folder} carries was tested with transformers up to {newest}, not with {installed}. "
+        "fulldepth.skip.load runs fulldepth's own code instead. With trust_remote_code=True the folder's code runs, "
+        "which can give other text; `fulldepth skip apply` writes the folder again, with newer code."
+    )
 
 
 class Notes(Settings):
