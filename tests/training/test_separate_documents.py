@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from itertools import pairwise
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaModel
 from transformers import modeling_flash_attention_utils as flash
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
@@ -17,6 +18,8 @@ from fulldepth.training.trainer import window_collator
 from refusals import refused
 from training.conftest import settings, train_by
 
+NEWER = "cache" in inspect.signature(LlamaModel.forward).parameters
+"""Whether this is transformers 5.24 or newer, whose Falcon keeps packed documents apart with ALiBi, too."""
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 SMALL |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 KINDS = {
@@ -37,7 +40,7 @@ KINDS = {
         ("depth_llama", "flash_attention_2", None),
         ("gpt2", "flash_attention_2", None),
         ("opt", "sdpa", "sees the one before"),
-        ("falcon", "eager", "sees the one before"),
+        ("falcon", "eager", None if NEWER else "sees the one before"),
         ("bloom", "sdpa", "takes no position_ids"),
     ],
 )

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from types import SimpleNamespace
 
 import peft
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import tiny_models
+from fulldepth.architectures import TESTED_TRANSFORMERS
 from fulldepth.execution import readers
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.export import NOTES, export, load
@@ -339,6 +341,20 @@ def test_load_wants_an_export(change, words, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unproven")
+def test_older_code_in_a_folder_is_not_run_and_is_named(tmp_path):
+    model, plan, expected = prepared("gpt2", [1, 3])
+    folder = export(plan, model, "fast", tmp_path / "fast", tokenizer=tokenizer()).path
+    assert f"tested with transformers {', '.join(TESTED_TRANSFORMERS)}." in str(read_json(folder / NOTES)["notes"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(folder)
+    (folder / "modeling_skipped.py").write_text('TESTED_TRANSFORMERS = ("4.57.6", "5.22.1")\nraise SystemExit\n')
+    with pytest.warns(UserWarning, match=r"tested with transformers up to 5\.22\.1, not with .*`fulldepth skip apply`"):
+        loaded = load(folder)
+    assert relative(logits(loaded), expected) < 1e-4
+
+
 def test_a_tokenizer_that_does_not_load_again_drops_the_export(tmp_path):
     model = checkpoint(tmp_path / "model")
     (model / "tokenizer.json").write_bytes(b'{"version": "1.0", "model": {}}')
