@@ -191,7 +191,7 @@ def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: 
     examples, too_long = [], []
     for document, (where, row) in enumerate(rows):
         for prompt, response in _turns(row, where):
-            before, answer, after = encode_pair(tokenizer, prompt, response, where, cut_off=CUT_OFF in row)
+            before, answer, after = encode_pair(tokenizer, prompt, response, where, cut_off=row.get(CUT_OFF))
             size = len(before) + len(answer) + len(after)
             if longest is not None and size > longest:
                 too_long.append(f"{where} has {size} ({len(before)} in the prompt, {len(answer)} in the response)")
