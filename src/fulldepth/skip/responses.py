@@ -217,11 +217,8 @@ def _responses(
             continue
         unfinished += stop is None
         tokens += len(ids[:stop])
-        if isinstance(prompt, str):
-            pair = {"prompt": prompt, "response": text}
-        else:
-            pair = {"prompt": prompt, "response": [{"role": "assistant", "content": text}]}
-        pairs.append(pair | {CUT_OFF: stop is None})
+        response = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        pairs.append({"prompt": prompt, "response": response, CUT_OFF: stop is None})
     settings |= {"empty": empty, "unfinished": unfinished, "response_tokens": tokens}
     if not pairs:
         raise FulldepthError(f"The model gave an empty response to each of the {len(answers)} prompts.")
