@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 import tiny_models
 from data.conftest import jsonl
@@ -183,6 +185,58 @@ def test_requests_that_split_the_same_tokens_differently_are_read_at_their_own_p
         long, short = lm._loglikelihood_tokens([(None, tokens[:2], tokens[2:4]), (None, tokens[:3], tokens[4:])])
         assert long[0] == pytest.approx(float(said[layer][1, 52] + said[layer][2, 53]), rel=1e-5)
         assert short[0] == pytest.approx(float(said[layer][2, 54]), rel=1e-5)
+
+
+BOS, EOS = 1, 2
+FRAMES = {"no frame": "$A", "BOS": "<s> $A", "BOS and EOS": "<s> $A </s>", "EOS": "$A </s>"}
+
+
+def framed(frame):
+    """The tokenizer of bytes, which writes BOS, EOS or both around each text."""
+    reading = small_world.tokenizer()
+    marks = [("<s>", BOS), ("</s>", EOS)]
+    reading.backend_tokenizer.post_processor = TemplateProcessing(single=FRAMES[frame], special_tokens=marks)
+    assert reading("a")["input_ids"].count(BOS) == ("<s>" in FRAMES[frame])
+    return reading
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_each_text_has_one_bos_for_all_types_of_requests(frame):
+    """Oracle: a plain loop over tokens that are put together by hand; texts may begin with the mark themselves."""
+    from lm_eval.api.instance import Instance
+
+    model, letters = small_world.model(), small_world.tokenizer()
+    anatomy, classifier = prove(model, {"input_ids": torch.arange(3, 9)[None]})
+    lm = layered_model(LayerReader(anatomy, classifier, [LAYERS]), framed(frame), Answers(None, {}, 1), batch_size=2)
+    adds = frame.startswith("BOS")
+
+    def plain(context, continuation):
+        """The log-likelihood of tokens, and whether each is the most likely one."""
+        said = model(torch.tensor([[*context, *continuation]])).logits[0, len(context) - 1 : -1].log_softmax(-1)
+        wanted = torch.tensor(continuation)
+        return float(said.gather(1, wanted[:, None]).sum()), bool((said.argmax(-1) == wanted).all())
+
+    def ask(kind, *requests):
+        instances = [Instance(kind, {}, arguments, 0) for arguments in requests]
+        return getattr(lm, kind)(instances)
+
+    texts = {text: letters.encode(text, add_special_tokens=False) for text in ("the sun", " and", "a leaf fell")}
+    with torch.no_grad():
+        for (text, ids), mark in product(texts.items(), ("", "<s>")):
+            expected = plain([BOS], ids)
+            assert ask("loglikelihood_rolling", (mark + text,)) == [pytest.approx(expected[0], rel=1e-5)]
+            ((value, greedy),) = ask("loglikelihood", ("", mark + text))
+            assert (value, greedy) == (pytest.approx(expected[0], rel=1e-5), expected[1])
+            ((value, greedy),) = ask("loglikelihood", (mark + text, " is"))
+            expected = plain([BOS] * (adds or bool(mark)) + ids, letters.encode(" is", add_special_tokens=False))
+            assert (value, greedy) == (pytest.approx(expected[0], rel=1e-5), expected[1])
+        asked = [(mark + text, {"until": ["zzz"], "max_gen_toks": 4}) for text in texts for mark in ("", "<s>")]
+        for (text, _), reply in zip(asked, ask("generate_until", *asked), strict=True):
+            bare = text.removeprefix("<s>")
+            ids = [BOS] * (adds or bare != text) + texts[bare]
+            for _ in range(4):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            assert reply == letters.decode(ids[-4:], skip_special_tokens=True), text
 
 
 FAMILIES = ["gemma2", "cohere", "depth_llama-hyper"]
