@@ -8,7 +8,7 @@ import json
 import pytest
 
 from data.conftest import jsonl, talk
-from fulldepth.data import builtin_texts, train_tokenizer
+from fulldepth.data import builtin_texts, open_source, prepare, train_tokenizer
 from fulldepth.data.conversations import conversations, encode_prompt
 from fulldepth.data.examples import read_examples
 from fulldepth.training.text import _encoded, chat_examples
@@ -207,6 +207,21 @@ def test_windows_of_text(tmp_path):
     assert read_examples(texts, tokenizer(), 4).meta["hash"] == found.meta["hash"]
     framed = both(read_examples(texts, tokenizer(bos=True), 64, sequence_length=4))
     assert [len(e) for e in framed] == [4, 4, 2, 4, 4, 4, 2]
+
+
+def test_labels_that_are_not_used_are_said():
+    rows = [{"text": words(*range(i, i + 4)), "label": i % 2} for i in range(10)]
+    unused = "The labels of rows are not used: every token of the text is predicted."
+    assert read_examples(rows, tokenizer(), 64).meta["warnings"] == [unused]
+    bare = [{"text": row["text"]} for row in rows]
+    assert read_examples(bare, tokenizer(), 64).meta["warnings"] == []
+    source = open_source(rows)
+    options = {"max_sequences": 10, "sequence_length": 8}
+    for task, noted in (("causal-lm", True), ("masked-lm", True), ("text-classification", False)):
+        found = prepare(source, task=task, tokenizer=tokenizer(), **options).warnings
+        assert any("labels of rows are not answers of this model" in line for line in found) is noted, task
+    plain = prepare(open_source(bare), task="causal-lm", tokenizer=tokenizer(), **options).warnings
+    assert not any("labels" in line for line in plain)
 
 
 def test_a_limit_takes_windows_of_the_whole_corpus():

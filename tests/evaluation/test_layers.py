@@ -239,6 +239,28 @@ def test_each_text_has_one_bos_for_all_types_of_requests(frame):
             assert reply == letters.decode(ids[-4:], skip_special_tokens=True), text
 
 
+def test_a_task_of_which_no_answer_is_right_is_said_with_what_to_look_at(tmp_path):
+    """Answers without the space before them; answers with it; and what the model itself says, for one row of three."""
+    model, reading = small_world.model(), small_world.tokenizer()
+    contexts = [f"{number} of them drank from the" for number in ("One", "Two", "Ten")]
+
+    def warned(*targets):
+        (tmp_path / "lm-eval").mkdir(exist_ok=True)
+        rows = [{"context": c, "target": t} for c, t in zip(contexts, targets, strict=True)]
+        jsonl(tmp_path / "lm-eval" / "lambada_test.jsonl", *rows)
+        results = scored(model, ["lambada_local"], tmp_path, exit_layers="full")
+        return [line for line in results.meta["warnings"] if "is right" in line]
+
+    first = "None of the 3 answers of lambada_local is right with the whole model."
+    (joined,) = warned("cup", "cup", "cup")
+    hint = "Its answers follow the prompts without a space (' them drank from thecup'); give them one (' cup')."
+    assert joined == f"{first} {hint}"
+    assert warned(" cup", " cup", " cup") == [f"{first} Look at the prompts and answers (--set log_samples=true)."]
+    with torch.no_grad():
+        said = model(torch.tensor([reading(contexts[0])["input_ids"]])).logits[0, -1].argmax()
+    assert warned(reading.decode([said]), " cup", " cup") == []
+
+
 FAMILIES = ["gemma2", "cohere", "depth_llama-hyper"]
 FURTHER = ["gpt2", "gemma3", "gpt_neox", "granite", "depth_llama-dynamic"]
 

@@ -120,7 +120,10 @@ def score_tasks(
                     scored.layers |= {score.task: layers for score in scores}
                     scored.higher_is_better |= dict(output.get("higher_is_better") or {})
                     for task, listed in samples.items():
-                        _add_guesses(scored, task, loaded.tasks["tasks"].get(task), _examples(listed))
+                        rows = _examples(listed)
+                        _add_guesses(scored, task, loaded.tasks["tasks"].get(task), rows)
+                        directions = scored.higher_is_better.get(task) or {}
+                        scored.warnings += _none_right(task, rows, [m for m, higher in directions.items() if higher])
                     if len(layers) > 1:
                         watcher.begin(f"{name}: metrics of exit layers", len(layers) - 1)
                 elif not loaded.generates:
@@ -168,6 +171,22 @@ def _add_guesses(scored: Scored, name: str, task: Any, rows: Sequence[Mapping[st
     scored.guesses[name] = _guesses(rows, choices)
     if is_choice:
         scored.chance[name] = float(scored.guesses[name].mean())
+
+
+def _none_right(task: str, rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> list[str]:
+    """A sentence if no answer of a task is right by any of its metrics that count right answers, and what to look at:
+    likelihoods are of an answer that follows the prompt as it stands, with no space between.
+    """
+    marks = [row[metric] for row in rows for metric in metrics if isinstance(row.get(metric), int | float | np.number)]
+    if not marks or any(marks):
+        return []
+    pairs = [(str(one[0]), str(one[1])) for row in rows for one in row["arguments"] if len(one) > 1]
+    joined = [pair for pair in pairs if pair[0][-1:].isalnum() and pair[1][:1].isalnum()]
+    hint = " Look at the prompts and answers (--set log_samples=true)."
+    if joined:
+        before, after = joined[0][0][-20:], joined[0][1][:20]
+        hint = f" Its answers follow the prompts without a space ({before + after!r}); give them one (' {after}')."
+    return [f"None of the {len(rows):,} answers of {task} is right with the whole model.{hint}"]
 
 
 def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) -> None:
