@@ -218,9 +218,9 @@ def _check(mask: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) 
     if others:
         raise FulldepthError(f"Decoding layer by layer takes text alone, not {names_of(others)}.")
     cache, given = prepared.get("past_key_values"), prepared.get("position_ids")
-    if cache is not None and cache.get_seq_length():
+    if getattr(cache, "_is_user_defined", False):  # set by transformers; `generate` makes one, too
         raise FulldepthError(
-            "Decoding layer by layer begins with an empty cache; leave out past_key_values, and give the whole text."
+            "Decoding layer by layer keeps a cache of its own; leave out past_key_values, and give the whole text."
         )
     if given is not None and bool(((given != positions(mask)) & (mask != 0)).any()):
         raise FulldepthError(
