@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from itertools import product
 
 import pytest
@@ -120,6 +121,13 @@ def test_chat_templates_and_arguments_of_generation_are_those_of_lm_eval(data, t
     results = scored(model, tasks, data, tokenizer, **prompting, **logging, **given)
     plain = scored(model, tasks, data, tokenizer, **given)
     assert not results.table.value.equals(plain.table.value)
+    assert not any("'<think>'" in line for line in results.meta["warnings"])
+    tokenizer.chat_template = CHAT.replace("assistant: ", "assistant: <think>\n")
+    thinking = scored(model, tasks, data, tokenizer, apply_chat_template=True, exit_layers="full").meta["warnings"]
+    (noted, also) = (line for line in thinking if "begins each answer with '<think>'" in line)
+    assert "lambada_local scores answers in place of the reasoning" in noted
+    assert "arc_easy_local scores" in also
+    tokenizer.chat_template = CHAT
     for task in tasks:
         logs = [json.loads(line) for line in (out / f"samples_{task}.jsonl").read_text().splitlines()]
         for layer in (LAYERS, 2):
@@ -239,10 +247,21 @@ def test_each_text_has_one_bos_for_all_types_of_requests(frame):
             assert reply == letters.decode(ids[-4:], skip_special_tokens=True), text
 
 
+PROMPT = "{} of them drank from the"
+
+
 def test_a_task_of_which_no_answer_is_right_is_said_with_what_to_look_at(tmp_path):
     """Answers without the space before them; answers with it; and what the model itself says, for one row of three."""
     model, reading = small_world.model(), small_world.tokenizer()
-    contexts = [f"{number} of them drank from the" for number in ("One", "Two", "Ten")]
+    with torch.no_grad():
+        said = {
+            c: model(torch.tensor([reading(c)["input_ids"]])).logits[0, -1].argmax()
+            for c in map(PROMPT.format, range(60))
+        }
+    own, answer = next(
+        (c, word) for c, token in said.items() if (word := reading.decode([token])) in string.ascii_letters
+    )
+    contexts = [own, PROMPT.format("One"), PROMPT.format("Two")]
 
     def warned(*targets):
         (tmp_path / "lm-eval").mkdir(exist_ok=True)
@@ -256,9 +275,7 @@ def test_a_task_of_which_no_answer_is_right_is_said_with_what_to_look_at(tmp_pat
     hint = "Its answers follow the prompts without a space (' them drank from thecup'); give them one (' cup')."
     assert joined == f"{first} {hint}"
     assert warned(" cup", " cup", " cup") == [f"{first} Look at the prompts and answers (--set log_samples=true)."]
-    with torch.no_grad():
-        said = model(torch.tensor([reading(contexts[0])["input_ids"]])).logits[0, -1].argmax()
-    assert warned(reading.decode([said]), " cup", " cup") == []
+    assert warned(answer, " cup", " cup") == []
 
 
 FAMILIES = ["gemma2", "cohere", "depth_llama-hyper"]

@@ -4,6 +4,7 @@ chat template or as plain text.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -283,6 +284,13 @@ def _end_of_turn(tokenizer: Any, prompt: list[Message], response: Message, where
     if probe not in full:
         raise FulldepthError(f"{where}: the chat template rewrites the response, so its end is not known.")
     return full[full.rfind(probe) + len(probe) :]
+
+
+def reasoning_mark(tokenizer: Any) -> str:
+    """The mark, such as `<think>`, with which the chat template begins each answer; empty for other templates."""
+    opening = _render(tokenizer, [{"role": "user", "content": "?"}], "A question", answer=True)
+    found = re.search(r"[<\[][^\w/]?\w*think\w*\W?[>\]]\s*\Z", opening, re.IGNORECASE)
+    return found.group().strip() if found else ""
 
 
 def _render(tokenizer: Any, messages: list[Message], where: str, *, answer: bool) -> str:

@@ -15,6 +15,7 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
+from fulldepth.data.conversations import reasoning_mark
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.evaluation.harness import SEED, Answers, LayerReader, layered_model, quiet, seeded
 from fulldepth.evaluation.loading import Loaded
@@ -89,11 +90,17 @@ def score_tasks(
         FulldepthError: if a task cannot be run, or an exit layer does not exist.
     """
     scored = Scored()
+    mark = reasoning_mark(subject.tokenizer) if settings.apply_chat_template else ""
     for earlier in () if folder is None else folder.glob(SAMPLES.format("*")):
         earlier.unlink()
     for name in list(tasks):
         loaded = tasks.pop(name)
         layers = _layers_of(name, loaded, subject, settings, scored.warnings)
+        if mark and not loaded.generates:
+            scored.warnings.append(
+                f"The chat template begins each answer with {mark!r}: {name} scores answers in place of the reasoning, "
+                "which the model would not write. Tasks that generate text let it reason."
+            )
         path = None if folder is None else folder / ANSWERS / f"{_file_name(name)}.jsonl"
         origin = {
             **subject.identity,
