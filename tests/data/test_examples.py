@@ -8,9 +8,10 @@ import json
 import pytest
 
 from data.conftest import jsonl, talk
-from fulldepth.data import builtin_texts, train_tokenizer
-from fulldepth.data.conversations import encode_prompt
+from fulldepth.data import builtin_texts, open_source, prepare, train_tokenizer
+from fulldepth.data.conversations import conversations, encode_prompt
 from fulldepth.data.examples import read_examples
+from fulldepth.training.text import _encoded, chat_examples
 from refusals import refused
 from skip.word_tokenizer import (
     ASSISTANT,
@@ -96,16 +97,48 @@ def test_pairs_go_through_the_chat_template_too():
     assert len(both(read_examples([two, two], tokenizer(CHAT), 64))) == 4
 
 
-def test_template_that_opens_an_answer_differently():
-    thinking = tokenizer(THINKING)
-    assert encode_prompt(thinking, TALK[:2])[-3:] == [ASSISTANT, THINK, LINE]
-    rows = [{"messages": TALK[1:3]}, {"messages": [TALK[1], {**TALK[2], "content": "<think>w3"}]}]
-    found = both(read_examples(rows, thinking, 64))
-    assert listed(found) == [
-        ([USER, *ids(2), ASSISTANT, *ids(3), EOS], [NO] * 3 + [*ids(3), EOS]),
-        ([USER, *ids(2), ASSISTANT, THINK, *ids(3), EOS], [NO] * 3 + [THINK, *ids(3), EOS]),
-    ]
-    assert NO_THINK not in found[0].input_ids
+FORGETFUL = THINKING.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")
+
+
+@pytest.mark.parametrize("template", [THINKING, FORGETFUL, FORGETFUL.replace("<think>\n", "")])
+@pytest.mark.parametrize("shown", ["", "<think>\n"])
+def test_reasoning_is_scored_after_the_prompt_of_generation(template, shown):
+    """Ids are those of the generation prompt, the whole response and its end, whatever the template leaves out."""
+    thinking, content = tokenizer(template), f"{shown}w3 </think> w4"
+    opens = template != FORGETFUL.replace("<think>\n", "")
+    before = thinking.apply_chat_template(TALK[1:2], add_generation_prompt=True)["input_ids"]
+    assert before[-1] == (LINE if opens else ASSISTANT)
+    said = [*([THINK, LINE] if shown and not opens else []), *ids(3), NO_THINK, *ids(4), EOS]
+    rows = [{"messages": [TALK[1], {**TALK[2], "content": content}]}] * 2
+    expected = ([*before, *said], [NO] * len(before) + said)
+    assert listed(both(read_examples(rows, thinking, 64))) == [expected] * 2
+    assert chat_examples(thinking, rows[0]["messages"], "here") == [expected]
+    assert encode_prompt(thinking, TALK[1:2]) == before
+
+
+@pytest.mark.parametrize("cut_off", [True, False])
+def test_generated_responses_are_scored_as_they_are(cut_off):
+    """White space and an unfinished thought included; fine-tuning leaves those out that were cut off."""
+    thinking = tokenizer(FORGETFUL)
+    row = {"prompt": TALK[1:2], "response": [{"role": "assistant", "content": "\nw3 <think> w4\n"}], "cut_off": cut_off}
+    said = [LINE, *ids(3), THINK, *ids(4), LINE, *([] if cut_off else [EOS])]
+    before = encode_prompt(thinking, TALK[1:2])
+    assert listed(both(read_examples([row] * 2, thinking, 64))) == [([*before, *said], [NO] * len(before) + said)] * 2
+    written = {**row, "response": [{"role": "assistant", "content": "w3 </think> w4"}], "cut_off": None}
+    kept = conversations([row, written], thinking)
+    assert kept.column_names == ["prompt", "completion", *([] if cut_off else ["cut_off"])]
+    made = _encoded(kept[:], list(range(len(kept))), tokenizer=thinking, length=64, name="rows")["input_ids"]
+    answers = [said, [*ids(3), NO_THINK, *ids(4), EOS]][cut_off:]
+    assert made == [[*before, *answer] for answer in answers]
+
+
+def test_an_answer_without_the_reasoning_that_the_template_opens_is_refused():
+    for template in (THINKING, FORGETFUL):
+        with refused("rows row 1: .* opens each answer with '<think>'.*'</think>'.*generate-responses"):
+            read_examples([{"messages": TALK[1:3]}] * 2, tokenizer(template), 64)
+    with refused("row 1: .*rewrites the response"):
+        silent = CHAT.replace("{{ m['content'] }}", "{{ m['content'] if m['role'] == 'user' else '' }}")
+        read_examples([{"messages": TALK[1:3]}] * 2, tokenizer(silent), 64)
 
 
 def test_pairs_that_are_too_long_are_refused_and_never_cut(tmp_path):
@@ -174,6 +207,21 @@ def test_windows_of_text(tmp_path):
     assert read_examples(texts, tokenizer(), 4).meta["hash"] == found.meta["hash"]
     framed = both(read_examples(texts, tokenizer(bos=True), 64, sequence_length=4))
     assert [len(e) for e in framed] == [4, 4, 2, 4, 4, 4, 2]
+
+
+def test_labels_that_are_not_used_are_said():
+    rows = [{"text": words(*range(i, i + 4)), "label": i % 2} for i in range(10)]
+    unused = "The labels of rows are not used: every token of the text is predicted."
+    assert read_examples(rows, tokenizer(), 64).meta["warnings"] == [unused]
+    bare = [{"text": row["text"]} for row in rows]
+    assert read_examples(bare, tokenizer(), 64).meta["warnings"] == []
+    source = open_source(rows)
+    options = {"max_sequences": 10, "sequence_length": 8}
+    for task, noted in (("causal-lm", True), ("masked-lm", True), ("text-classification", False)):
+        found = prepare(source, task=task, tokenizer=tokenizer(), **options).warnings
+        assert any("labels of rows are not answers of this model" in line for line in found) is noted, task
+    plain = prepare(open_source(bare), task="causal-lm", tokenizer=tokenizer(), **options).warnings
+    assert not any("labels" in line for line in plain)
 
 
 def test_a_limit_takes_windows_of_the_whole_corpus():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import string
+from itertools import product
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 import tiny_models
 from data.conftest import jsonl
@@ -118,6 +121,13 @@ def test_chat_templates_and_arguments_of_generation_are_those_of_lm_eval(data, t
     results = scored(model, tasks, data, tokenizer, **prompting, **logging, **given)
     plain = scored(model, tasks, data, tokenizer, **given)
     assert not results.table.value.equals(plain.table.value)
+    assert not any("'<think>'" in line for line in results.meta["warnings"])
+    tokenizer.chat_template = CHAT.replace("assistant: ", "assistant: <think>\n")
+    thinking = scored(model, tasks, data, tokenizer, apply_chat_template=True, exit_layers="full").meta["warnings"]
+    (noted, also) = (line for line in thinking if "begins each answer with '<think>'" in line)
+    assert "lambada_local scores answers in place of the reasoning" in noted
+    assert "arc_easy_local scores" in also
+    tokenizer.chat_template = CHAT
     for task in tasks:
         logs = [json.loads(line) for line in (out / f"samples_{task}.jsonl").read_text().splitlines()]
         for layer in (LAYERS, 2):
@@ -183,6 +193,89 @@ def test_requests_that_split_the_same_tokens_differently_are_read_at_their_own_p
         long, short = lm._loglikelihood_tokens([(None, tokens[:2], tokens[2:4]), (None, tokens[:3], tokens[4:])])
         assert long[0] == pytest.approx(float(said[layer][1, 52] + said[layer][2, 53]), rel=1e-5)
         assert short[0] == pytest.approx(float(said[layer][2, 54]), rel=1e-5)
+
+
+BOS, EOS = 1, 2
+FRAMES = {"no frame": "$A", "BOS": "<s> $A", "BOS and EOS": "<s> $A </s>", "EOS": "$A </s>"}
+
+
+def framed(frame):
+    """The tokenizer of bytes, which writes BOS, EOS or both around each text."""
+    reading = small_world.tokenizer()
+    marks = [("<s>", BOS), ("</s>", EOS)]
+    reading.backend_tokenizer.post_processor = TemplateProcessing(single=FRAMES[frame], special_tokens=marks)
+    assert reading("a")["input_ids"].count(BOS) == ("<s>" in FRAMES[frame])
+    return reading
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_each_text_has_one_bos_for_all_types_of_requests(frame):
+    """Oracle: a plain loop over tokens that are put together by hand; texts may begin with the mark themselves."""
+    from lm_eval.api.instance import Instance
+
+    model, letters = small_world.model(), small_world.tokenizer()
+    anatomy, classifier = prove(model, {"input_ids": torch.arange(3, 9)[None]})
+    lm = layered_model(LayerReader(anatomy, classifier, [LAYERS]), framed(frame), Answers(None, {}, 1), batch_size=2)
+    adds = frame.startswith("BOS")
+
+    def plain(context, continuation):
+        """The log-likelihood of tokens, and whether each is the most likely one."""
+        said = model(torch.tensor([[*context, *continuation]])).logits[0, len(context) - 1 : -1].log_softmax(-1)
+        wanted = torch.tensor(continuation)
+        return float(said.gather(1, wanted[:, None]).sum()), bool((said.argmax(-1) == wanted).all())
+
+    def ask(kind, *requests):
+        instances = [Instance(kind, {}, arguments, 0) for arguments in requests]
+        return getattr(lm, kind)(instances)
+
+    texts = {text: letters.encode(text, add_special_tokens=False) for text in ("the sun", " and", "a leaf fell")}
+    with torch.no_grad():
+        for (text, ids), mark in product(texts.items(), ("", "<s>")):
+            expected = plain([BOS], ids)
+            assert ask("loglikelihood_rolling", (mark + text,)) == [pytest.approx(expected[0], rel=1e-5)]
+            ((value, greedy),) = ask("loglikelihood", ("", mark + text))
+            assert (value, greedy) == (pytest.approx(expected[0], rel=1e-5), expected[1])
+            ((value, greedy),) = ask("loglikelihood", (mark + text, " is"))
+            expected = plain([BOS] * (adds or bool(mark)) + ids, letters.encode(" is", add_special_tokens=False))
+            assert (value, greedy) == (pytest.approx(expected[0], rel=1e-5), expected[1])
+        asked = [(mark + text, {"until": ["zzz"], "max_gen_toks": 4}) for text in texts for mark in ("", "<s>")]
+        for (text, _), reply in zip(asked, ask("generate_until", *asked), strict=True):
+            bare = text.removeprefix("<s>")
+            ids = [BOS] * (adds or bare != text) + texts[bare]
+            for _ in range(4):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            assert reply == letters.decode(ids[-4:], skip_special_tokens=True), text
+
+
+PROMPT = "{} of them drank from the"
+
+
+def test_a_task_of_which_no_answer_is_right_is_said_with_what_to_look_at(tmp_path):
+    """Answers without the space before them; answers with it; and what the model itself says, for one row of three."""
+    model, reading = small_world.model(), small_world.tokenizer()
+    with torch.no_grad():
+        said = {
+            c: model(torch.tensor([reading(c)["input_ids"]])).logits[0, -1].argmax()
+            for c in map(PROMPT.format, range(60))
+        }
+    own, answer = next(
+        (c, word) for c, token in said.items() if (word := reading.decode([token])) in string.ascii_letters
+    )
+    contexts = [own, PROMPT.format("One"), PROMPT.format("Two")]
+
+    def warned(*targets):
+        (tmp_path / "lm-eval").mkdir(exist_ok=True)
+        rows = [{"context": c, "target": t} for c, t in zip(contexts, targets, strict=True)]
+        jsonl(tmp_path / "lm-eval" / "lambada_test.jsonl", *rows)
+        results = scored(model, ["lambada_local"], tmp_path, exit_layers="full")
+        return [line for line in results.meta["warnings"] if "is right" in line]
+
+    first = "None of the 3 answers of lambada_local is right with the whole model."
+    (joined,) = warned("cup", "cup", "cup")
+    hint = "Its answers follow the prompts without a space (' them drank from thecup'); give them one (' cup')."
+    assert joined == f"{first} {hint}"
+    assert warned(" cup", " cup", " cup") == [f"{first} Look at the prompts and answers (--set log_samples=true)."]
+    assert warned(answer, " cup", " cup") == []
 
 
 FAMILIES = ["gemma2", "cohere", "depth_llama-hyper"]

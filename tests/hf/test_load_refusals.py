@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import struct
 import sys
@@ -16,7 +17,8 @@ import tiny_models
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.hf import load_checkpoint, load_processor, load_tokenizer, open_model
 from json_files import read_json, write_json
-from refusals import refuses
+from refusals import refused, refuses
+from skip import word_tokenizer
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 
@@ -222,6 +224,26 @@ def test_an_adapter_beside_the_model_is_refused_with_and_without_peft(saved, tmp
     refuses(load_checkpoint, tmp_path / "model", "adapter_config.json")
     tuned.merge_and_unload().save_pretrained(tmp_path / "merged")
     load_checkpoint(tmp_path / "merged")
+
+
+def test_an_adapter_without_a_model_is_refused_with_the_commands_that_merge_it(saved, tmp_path):
+    """The commands of the message, run as they are, give the model that peft merges."""
+    peft = pytest.importorskip("peft")
+    shutil.copytree(saved, tmp_path / "base")
+    word_tokenizer.tokenizer().save_pretrained(tmp_path / "base")
+    base = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    options = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(base, options)
+    tuned.save_pretrained(tmp_path / "adapter")
+    with refused(f"adapter holds an adapter of {tmp_path}/base and no model") as caught:
+        load_checkpoint(tmp_path / "adapter")
+    commands = re.findall(r'^python -c "(.+)"$', str(caught.value), re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        exec(command)
+    merged = load_checkpoint(tmp_path / "adapter-merged").model
+    assert tiny_models.same_weights(merged, tuned.merge_and_unload())
+    assert load_tokenizer(str(tmp_path / "adapter-merged")).get_vocab() == word_tokenizer.VOCABULARY
 
 
 def test_whole_numbers_and_large_ones_that_cost_nothing_are_fine(tmp_path):

@@ -51,19 +51,42 @@ def test_adapters_have_the_plain_gradient(kind):
         assert expected.item() == pytest.approx(float(again), rel=1e-6)
 
 
-def test_measuring_an_adapted_model_is_measuring_the_merged_one(tmp_path):
+ADAPTERS = {
+    "LoRA": peft.LoraConfig(**LORA),
+    "DoRA": peft.LoraConfig(**LORA, use_dora=True),
+    "LoHa": peft.LoHaConfig(r=2, target_modules=LORA["target_modules"]),
+    "IA3": peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_measuring_an_adapted_model_is_measuring_the_merged_one(kind, tmp_path):
+    """Behaviour and spectral norms of weights; adapters that are switched off leave the base model's."""
     tokenizer = train_tokenizer([TEXT], vocab_size=300)
     (tmp_path / "text.txt").write_text(TEXT)
     torch.manual_seed(0)
     base = tf.LlamaForCausalLM(tf.LlamaConfig(**{**DECODER, "vocab_size": len(tokenizer)}))
-    model = adapted(lambda _, config: peft.get_peft_model(base, config)).float()
+    plain, model = copy.deepcopy(base), peft.get_peft_model(base, ADAPTERS[kind])
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad and "magnitude" not in name:
+                weight.normal_(std=0.3)
     merged = copy.deepcopy(model).merge_and_unload()
-    found, expected = (
-        fulldepth.measure(m, tmp_path / "text.txt", measures=["displacement"], tokenizer=tokenizer, sequence_length=32)
-        for m in (model, merged)
+    options = {"measures": ["displacement", "spectral_norm"], "tokenizer": tokenizer, "sequence_length": 32}
+    found, expected, before = (
+        fulldepth.measure(m, tmp_path / "text.txt", **options).table.sort_values(
+            ["measure", "site", "layer", "statistic"]
+        )
+        for m in (model.train(), merged, plain)
     )
-    assert found.table.value.tolist() == pytest.approx(expected.table.value.tolist(), abs=1e-6)
+    assert found.site.tolist() == expected.site.tolist()
+    assert found.value.tolist() == pytest.approx(expected.value.tolist(), abs=1e-5)
+    assert found.value.tolist() != pytest.approx(before.value.tolist(), abs=1e-2)
     assert model.training
+    with model.disable_adapter():
+        again = fulldepth.measure(model, tmp_path / "text.txt", **options).table
+    norms = again[again.measure == "spectral_norm"].sort_values(["site", "layer", "statistic"])
+    assert norms.value.tolist() == pytest.approx(before[before.measure == "spectral_norm"].value.tolist(), abs=1e-5)
 
 
 def test_trl_makes_the_adapters_itself(tmp_path):

@@ -11,10 +11,11 @@ import torch
 import transformers as tf
 from numpy.testing import assert_allclose
 
-from fulldepth.measurement import lens
+from fulldepth.measurement import lens, measure
 from fulldepth.progress import Watcher
 from fulldepth.results import PAGE, Results
 from measurement import oracle
+from refusals import refused
 
 TEXT = "the cat sat on the mat and slept"
 K = 4
@@ -60,6 +61,22 @@ def test_a_long_text_is_shown_whole_or_said_to_be_cut(trained, tokenizer):
     assert not any("cut" in line for line in said)
     assert shown(4, sequence_length=40) == 40
     assert any("40 tokens and cut" in line for line in said)
+
+
+def test_one_token_is_shown_and_needs_no_target(trained, tokenizer, main, tmp_path):
+    """Oracle: the first column of a longer text, which causal attention does not change."""
+    said, token = [], tokenizer.decode(tokenizer(TEXT)["input_ids"][:1])
+    assert len(tokenizer(token)["input_ids"]) == 1
+    one = lens(trained, token, watcher=Watcher(say=said.append), output=tmp_path / "out").lens()
+    longer = lens(trained, TEXT).lens()
+    first = longer[longer["position"] == 1].reset_index(drop=True)
+    assert one.drop(columns="probability").equals(first.drop(columns="probability"))
+    assert_allclose(one["probability"], first["probability"], atol=1.1e-4)
+    assert not any("not a number" in line for line in said)
+    assert (tmp_path / "out" / PAGE).is_file()
+    assert main("lens", trained, token)[0] == 0
+    with refused("lens_accuracy was asked for but cannot be measured: no position has a target"):
+        measure(trained, [token], measures=["lens_accuracy"])
 
 
 def test_command(trained, monkeypatch, main, tmp_path):

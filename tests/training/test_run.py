@@ -17,6 +17,7 @@ from fulldepth.hf import seal
 from fulldepth.results import Results
 from fulldepth.settings import assignments, layer, read
 from fulldepth.training import TrainSettings, export_run, train
+from fulldepth.training.plan import dry_run_lines
 from refusals import refused
 from training.conftest import SHORT, settings, train_by
 
@@ -65,6 +66,17 @@ def test_the_record_tells_what_the_checkpoints_do(recipe, tmp_path):
     assert f"| Validation loss | {values(results, 'validation_loss', 6)[0]:.4g} nats |" in card.text
     assert f"| Tokens | {6 * 4 * 24} |" in card.text
     assert f"of the last evaluation, on a held-out part of {settings(path).data.name}." in card.text
+
+
+@pytest.mark.parametrize(("size", "note"), [(4, True), (3, False), (7, False)])
+def test_a_smaller_micro_batch_than_asked_is_said(size, note, recipe, tmp_path):
+    """By the run and by the dry run; 7 is only more than there is."""
+    path = recipe(**SHORT, global_batch_size=6, micro_batch_size=size)
+    sentence = "micro_batch_size=4 does not divide the 6 sequences of a process in a step: forward passes hold 3."
+    assert (sentence in train_by(path, tmp_path / "run").meta["warnings"]) is note
+    (batch,) = (line for line in dry_run_lines(settings(path)) if line[0] == "batch")
+    assert batch[1] == ("1 x 6 x 1" if size == 7 else "1 x 3 x 2")
+    assert (sentence in batch[2]) is note
 
 
 def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):

@@ -4,6 +4,7 @@ chat template or as plain text.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -30,7 +31,8 @@ ROLES = {role: role for role in ("system", "developer", "user", "assistant", "to
 """Role in the data -> role in chat templates."""
 EXPECTED = " or ".join([*CHAT_COLUMNS, *(" + ".join(pair) for pair in PROMPT_COLUMNS)])
 CUT_OFF = "cut_off"
-"""Column that is true where a response was generated and stopped by a limit of its length: its end is no end."""
+"""Column of responses that a model generated, which are scored as they are: true where a limit of the length ended the
+response, so that its end is no end; false where the model ended it."""
 CHUNK = 1000
 """Rows held as Python objects before they are converted to Arrow."""
 
@@ -62,8 +64,8 @@ def conversations(
 
     Returns:
         Columns `messages`, or `prompt` and `completion` (TRL then computes the loss on the completion alone): both
-        texts, or both lists of messages. White space separates plain texts, a line end if there is none, so that the
-        prompt's tokens are the same with and without the response.
+        texts, or both lists of messages; with generated responses also `cut_off`. White space separates plain texts, a
+        line end if there is none, so that the prompt's tokens are the same with and without the response.
 
     Raises:
         FulldepthError: if there is nothing to read, rows are of another kind, a role is unknown, no row has a response,
@@ -75,14 +77,17 @@ def conversations(
     def whole() -> Iterator[dict[str, Any]]:
         for _, example in read_conversations(opened.rows(), tokenizer):
             left_out["no response"] += not example
-            left_out["a response that was cut off"] += CUT_OFF in example
-            if example and CUT_OFF not in example:
+            left_out["a response that was cut off"] += example.get(CUT_OFF) is True
+            if example and not example.get(CUT_OFF):
                 yield example
 
     examples, chunks, text = whole(), [], datasets.Value("string")
     messages = [{"role": text, "content": text}]
     for chunk in iter(lambda: list(islice(examples, CHUNK)), []):
         features = {key: text if isinstance(value, str) else messages for key, value in chunk[0].items()}
+        if any(CUT_OFF in example for example in chunk):
+            features[CUT_OFF] = datasets.Value("bool")
+            chunk = [{**example, CUT_OFF: example.get(CUT_OFF)} for example in chunk]
         with reading(opened.name):  # rows of different kinds
             chunks.append(datasets.Dataset.from_list(chunk, features=datasets.Features(features)))
     if not chunks:
@@ -117,7 +122,7 @@ def read_conversations(rows: Rows, tokenizer: Any = None) -> Iterator[tuple[str,
                 completion = [{"role": "assistant", "content": completion}]
             elif not completion[:1].isspace():
                 prompt = _separated(prompt)
-        cut_off = {CUT_OFF: True} if row.get(CUT_OFF) is True else {}
+        cut_off = {CUT_OFF: row[CUT_OFF]} if isinstance(row.get(CUT_OFF), bool) else {}
         yield where, {"prompt": prompt, "completion": completion, **cut_off} if answered else {}
 
 
@@ -211,16 +216,18 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, where: str = "The prompt") -> 
 
 
 def encode_pair(
-    tokenizer: Any, prompt: Prompt, response: str | Message, where: str = "The pair", *, cut_off: bool = False
+    tokenizer: Any, prompt: Prompt, response: str | Message, where: str = "The pair", *, cut_off: bool | None = None
 ) -> tuple[list[int], list[int], list[int]]:
     """Token ids of the prompt, the response, and the special tokens after it, which have no loss.
 
-    Prompt and response are tokenised separately, so that the prompt is the same as for generation. Under a chat
-    template the response includes the end-of-turn token, without white space after it, unless it was `cut_off`: then
-    the model did not end it there.
+    Prompt and response are tokenised separately, and the prompt is that of `encode_prompt`. Under a chat template the
+    response includes the end-of-turn token, without white space after it, unless it was cut off: then the model did
+    not end it there. The response is as the template writes it; a generated one (`cut_off` is not None), and one of
+    which the template would leave a part out (reasoning), is as it is given.
 
     Raises:
-        FulldepthError: if the chat template refuses the messages, or renders the prompt differently with a response.
+        FulldepthError: if the chat template refuses the messages, renders the prompt differently with a response, or
+            opens each answer with a mark, such as `<think>`, that the response neither repeats nor closes.
     """
     if isinstance(prompt, str):
         assert isinstance(response, str)
@@ -228,28 +235,62 @@ def encode_pair(
         return encode_prompt(tokenizer, prompt), plain_ids(tokenizer, response), after
     assert not isinstance(response, str)
     opening = _render(tokenizer, prompt, where, answer=True)
+    content = response["content"]
+    if cut_off:
+        text = content
+    elif cut_off is False:
+        text = content + _end_of_turn(tokenizer, prompt, response, where)
+    else:
+        text = _answer(tokenizer, prompt, response, opening, where)
+    answer = plain_ids(tokenizer, text)
+    if not cut_off and tokenizer.eos_token_id in answer:  # generation stops there, before white space
+        last = len(answer) - answer[::-1].index(tokenizer.eos_token_id)
+        answer = answer if tokenizer.decode(answer[last:]).strip() else answer[:last]
+    return plain_ids(tokenizer, opening), answer, []
+
+
+def _answer(tokenizer: Any, prompt: list[Message], response: Message, opening: str, where: str) -> str:
+    """The text after `opening`, the generation prompt, of a response that was not generated; as `encode_pair`."""
     full = _render(tokenizer, [*prompt, response], where, answer=False)
     pairs = enumerate(zip(opening, full, strict=False))
     start = next((i for i, (a, b) in pairs if a != b), min(len(opening), len(full)))
-    if start < len(opening):  # the generation prompt differs from the rendered answer
-        if start < len(_render(tokenizer, prompt, where, answer=False).rstrip()):
-            raise FulldepthError(
-                f"{where}: the tokenizer's chat template writes the prompt differently once a response follows, so it "
-                "is not known where the response begins. Use another chat template, or prompt and response as text."
-            )
-        content = full.rfind(response["content"].strip())
-        start = min(start, content) if content >= 0 else start
-    before = plain_ids(tokenizer, full[:start])
-    if cut_off:
-        text = response["content"].strip()
-        if text not in full[start:]:
-            raise FulldepthError(f"{where}: the chat template rewrites the response, so its cut end is not known.")
-        return before, plain_ids(tokenizer, full[start : full.rfind(text) + len(text)]), []
-    answer = plain_ids(tokenizer, full[start:])
-    if tokenizer.eos_token_id in answer:  # generation stops there, before white space
-        last = len(answer) - answer[::-1].index(tokenizer.eos_token_id)
-        answer = answer if tokenizer.decode(answer[last:]).strip() else answer[:last]
-    return before, answer, []
+    content = response["content"].strip()
+    if start == len(opening):
+        written, before, text = ("".join(part.split()) for part in (full, opening, content))
+        if written.rfind(text) + len(text) > len(before):  # all of the response, white space aside
+            return full[start:]
+    elif start < len(_render(tokenizer, prompt, where, answer=False).rstrip()):
+        raise FulldepthError(
+            f"{where}: the tokenizer's chat template writes the prompt differently once a response follows, so it "
+            "is not known where the response begins. Use another chat template, or prompt and response as text."
+        )
+    mark = opening[start:].strip()  # such as <think>
+    close = mark[:1] + "/" + mark[1:]
+    if mark and content.startswith(mark):
+        content = content[len(mark) :].lstrip() if opening[-1].isspace() else content[len(mark) :]
+    elif mark and close not in content:
+        raise FulldepthError(
+            f"{where}: the tokenizer's chat template opens each answer with {one_line(repr(mark), 60)}. Expected a "
+            f"response with reasoning, which begins with this mark or has {one_line(repr(close), 60)} behind it. Add "
+            "it, let the model write the responses (--generate-responses), or use another chat template."
+        )
+    return content + _end_of_turn(tokenizer, prompt, response, where)
+
+
+def _end_of_turn(tokenizer: Any, prompt: list[Message], response: Message, where: str) -> str:
+    """What the chat template writes after a response."""
+    probe = "fulldepth-response"
+    full = _render(tokenizer, [*prompt, {**response, "content": probe}], where, answer=False)
+    if probe not in full:
+        raise FulldepthError(f"{where}: the chat template rewrites the response, so its end is not known.")
+    return full[full.rfind(probe) + len(probe) :]
+
+
+def reasoning_mark(tokenizer: Any) -> str:
+    """The mark, such as `<think>`, with which the chat template begins each answer; empty for other templates."""
+    opening = _render(tokenizer, [{"role": "user", "content": "?"}], "A question", answer=True)
+    found = re.search(r"[<\[][^\w/]?\w*think\w*\W?[>\]]\s*\Z", opening, re.IGNORECASE)
+    return found.group().strip() if found else ""
 
 
 def _render(tokenizer: Any, messages: list[Message], where: str, *, answer: bool) -> str:

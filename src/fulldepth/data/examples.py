@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fulldepth.data.batches import Example, id_bytes
-from fulldepth.data.columns import PROMPT_COLUMNS, TEXT_COLUMNS
+from fulldepth.data.columns import LABEL_COLUMNS, PROMPT_COLUMNS, TEXT_COLUMNS
 from fulldepth.data.conversations import CHAT_COLUMNS, CUT_OFF, encode_pair, read_conversations
 from fulldepth.data.corpus import CORPUS
 from fulldepth.data.drawing import draw_windows
@@ -48,6 +48,7 @@ class _Part(NamedTuple):
     kind: str
     """`pairs` (chats too) or `text`."""
     examples: list[Example]
+    warnings: tuple[str, ...] = ()
 
     def counts(self) -> dict[str, int]:
         """Entries of a plan's `data`."""
@@ -120,7 +121,8 @@ def read_examples(
         kept, other = ([e for e in first.examples if (e.document in chosen) == part] for part in (False, True))
         first, second = first._replace(examples=kept), _Part(f"a seeded fifth of {first.name}", first.kind, other)
     highest = max(int(example.input_ids.max()) for example in (*first.examples, *second.examples))
-    warnings = check_vocabulary(highest, tokenizer, vocab_size)
+    warnings = list(dict.fromkeys([*first.warnings, *second.warnings]))
+    warnings += check_vocabulary(highest, tokenizer, vocab_size)
     trained, scored = (
         [id_bytes(each.input_ids) + id_bytes(each.labels) for each in part.examples] for part in (first, second)
     )
@@ -150,6 +152,7 @@ def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit:
     if isinstance(data, str) and data == CORPUS:
         data = f"{CORPUS}/heldout"  # as for `measure`: unseen by models trained on the corpus
     opened = open_data(data, streaming=limit is not None)
+    warnings: tuple[str, ...] = ()
     if not opened.is_plain:
         opened = open_data(data, suffixes=TABLES) if opened.path else opened
         where, row = next(opened.rows(), ("", {}))
@@ -163,8 +166,10 @@ def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit:
             raise FulldepthError(
                 f"{where} has none of the columns to search with. Got: {names_of(row)}. Expected: {EXPECTED}."
             )
+        if any(column in row for column in LABEL_COLUMNS):
+            warnings = (f"The labels of {opened.name} are not used: every token of the text is predicted.",)
     texts = sampled_texts(opened, window, limit, seed)
-    return _Part(opened.name, "text", _windows(opened.name, texts, tokenizer, window, limit, seed))
+    return _Part(opened.name, "text", _windows(opened.name, texts, tokenizer, window, limit, seed), warnings)
 
 
 def _windows(
@@ -191,7 +196,7 @@ def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: 
     examples, too_long = [], []
     for document, (where, row) in enumerate(rows):
         for prompt, response in _turns(row, where):
-            before, answer, after = encode_pair(tokenizer, prompt, response, where, cut_off=CUT_OFF in row)
+            before, answer, after = encode_pair(tokenizer, prompt, response, where, cut_off=row.get(CUT_OFF))
             size = len(before) + len(answer) + len(after)
             if longest is not None and size > longest:
                 too_long.append(f"{where} has {size} ({len(before)} in the prompt, {len(answer)} in the response)")

@@ -153,6 +153,11 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     if not filled:
         raise FulldepthError(f"{source.name} has no text: every record is blank.")
     warnings = list(source.warnings)
+    if kind == "labelled-text" and task in ("causal-lm", "masked-lm"):
+        warnings.append(
+            f"The labels of {source.name} are not answers of this model, which predicts tokens: losses and accuracies "
+            "are those of the text. Only measures of classes (nc1, separability) read labels."
+        )
     if len(filled) < len(source) and kind != "text":
         warnings.append(f"{len(source) - len(filled)} blank records are left out.")
     names = identities(source)

@@ -1,9 +1,9 @@
 """lm-eval's model class, answering for every exit layer from one forward pass (extra `fulldepth[evaluate]`).
 
-`HFLM` of the harness keeps everything but two methods: log-probabilities of continuations are read at all exit layers
-of a pass (states `h_E` through final norm and head, at the continuation's positions only), and generation at exit layer
-E runs the first E layers. The harness then evaluates its tasks once per layer on the answers, which are kept on disk so
-that a killed run goes on.
+`HFLM` of the harness keeps everything but three things: log-probabilities of continuations are read at all exit layers
+of a pass (states `h_E` through final norm and head, at the continuation's positions only), generation at exit layer E
+runs the first E layers, and each text has one BOS, if the tokenizer writes any. The harness then evaluates its tasks
+once per layer on the answers, which are kept on disk so that a killed run goes on.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
+from fulldepth.data.tokens import Frame
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.hooks import capture
 from fulldepth.files import write_text
@@ -174,6 +175,38 @@ class LayeredAnswers(HarnessModel):
     _model: Any
     _texts: dict[str, str]
 
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **options: Any
+    ) -> list[int]:
+        """Tokens of a text, behind what the tokenizer writes before a text if it is not there already; its tokens for
+        the end of a text are left out, because a continuation follows.
+
+        Inside `loglikelihood_rolling` nothing is before the text: the harness puts the first token there.
+        """
+        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens), **options)
+        first, before = [self.prefix_token_id], list(self.frame.prefix)
+        if self._rolling:
+            ids = ids[1:] if ids[:1] == first else ids
+        elif add_special_tokens is None and ids[:1] != first and ids[: len(before)] != before:
+            ids = [*before, *ids]
+        return ids[-left_truncate_len:] if left_truncate_len else ids
+
+    def tok_batch_encode(
+        self, strings: Sequence[str], padding_side: str = "left", left_truncate_len: int | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens `[B, T]` of several texts, each as from `tok_encode`, and their mask."""
+        rows = [self.tok_encode(string, left_truncate_len=left_truncate_len) for string in strings]
+        padded = self.tokenizer.pad({"input_ids": rows}, padding_side=padding_side, return_tensors="pt")
+        return padded["input_ids"], padded["attention_mask"]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, each behind one BOS."""
+        self._rolling = True
+        try:
+            return super().loglikelihood_rolling(requests, disable_tqdm)
+        finally:
+            self._rolling = False
+
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Tokens of a context and its continuation; every exit layer asks for them again."""
         if (pair := self._encoded.get((context, continuation))) is None:
@@ -314,7 +347,8 @@ def layered_model(
     lm.reader, lm.layer, lm.answers, lm.title, lm.cut = reader, reader.layers[-1], answers, title, 0
     lm.watcher = watcher or Watcher()
     lm.shortened = lru_cache(None)(lambda layer: truncated(reader.anatomy, layer))
-    lm._encoded, lm._texts = {}, {}
+    lm._encoded, lm._texts, lm._rolling = {}, {}, False
+    lm.frame = Frame.of(lm.tokenizer, ["a text"])
     return lm
 
 

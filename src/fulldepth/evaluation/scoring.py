@@ -15,6 +15,7 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
+from fulldepth.data.conversations import reasoning_mark
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.evaluation.harness import SEED, Answers, LayerReader, layered_model, quiet, seeded
 from fulldepth.evaluation.loading import Loaded
@@ -89,11 +90,17 @@ def score_tasks(
         FulldepthError: if a task cannot be run, or an exit layer does not exist.
     """
     scored = Scored()
+    mark = reasoning_mark(subject.tokenizer) if settings.apply_chat_template else ""
     for earlier in () if folder is None else folder.glob(SAMPLES.format("*")):
         earlier.unlink()
     for name in list(tasks):
         loaded = tasks.pop(name)
         layers = _layers_of(name, loaded, subject, settings, scored.warnings)
+        if mark and not loaded.generates:
+            scored.warnings.append(
+                f"The chat template begins each answer with {mark!r}: {name} scores answers in place of the reasoning, "
+                "which the model would not write. Tasks that generate text let it reason."
+            )
         path = None if folder is None else folder / ANSWERS / f"{_file_name(name)}.jsonl"
         origin = {
             **subject.identity,
@@ -120,7 +127,10 @@ def score_tasks(
                     scored.layers |= {score.task: layers for score in scores}
                     scored.higher_is_better |= dict(output.get("higher_is_better") or {})
                     for task, listed in samples.items():
-                        _add_guesses(scored, task, loaded.tasks["tasks"].get(task), _examples(listed))
+                        rows = _examples(listed)
+                        _add_guesses(scored, task, loaded.tasks["tasks"].get(task), rows)
+                        directions = scored.higher_is_better.get(task) or {}
+                        scored.warnings += _none_right(task, rows, [m for m, higher in directions.items() if higher])
                     if len(layers) > 1:
                         watcher.begin(f"{name}: metrics of exit layers", len(layers) - 1)
                 elif not loaded.generates:
@@ -168,6 +178,22 @@ def _add_guesses(scored: Scored, name: str, task: Any, rows: Sequence[Mapping[st
     scored.guesses[name] = _guesses(rows, choices)
     if is_choice:
         scored.chance[name] = float(scored.guesses[name].mean())
+
+
+def _none_right(task: str, rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> list[str]:
+    """A sentence if no answer of a task is right by any of its metrics that count right answers, and what to look at:
+    likelihoods are of an answer that follows the prompt as it stands, with no space between.
+    """
+    marks = [row[metric] for row in rows for metric in metrics if isinstance(row.get(metric), int | float | np.number)]
+    if not marks or any(marks):
+        return []
+    pairs = [(str(one[0]), str(one[1])) for row in rows for one in row["arguments"] if len(one) > 1]
+    joined = [pair for pair in pairs if pair[0][-1:].isalnum() and pair[1][:1].isalnum()]
+    hint = " Look at the prompts and answers (--set log_samples=true)."
+    if joined:
+        before, after = joined[0][0][-20:], joined[0][1][:20]
+        hint = f" Its answers follow the prompts without a space ({before + after!r}); give them one (' {after}')."
+    return [f"None of the {len(rows):,} answers of {task} is right with the whole model.{hint}"]
 
 
 def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) -> None:

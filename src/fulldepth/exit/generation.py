@@ -124,7 +124,8 @@ def generate(
     ```
 
     Args:
-        model: a decoder, whose generation configuration applies, verified in every call; or a `Decoder`, verified once.
+        model: a decoder, verified in every call; or a `Decoder`, verified once. Its generation configuration applies,
+            except that the arguments here replace its lengths, `do_sample`, `temperature`, `top_p` and `top_k`.
         input_ids: `[B, P]` prompts, padded on the left; or a text, or several, continued as they are.
         attention_mask: `[B, P]`, 0 = padding; None as in `model.generate`.
         max_new_tokens: maximum number of new tokens for each sequence.
@@ -139,8 +140,9 @@ def generate(
             `eos_token_id` (a token or several) and `pad_token_id` (None = the model's).
 
     Raises:
-        FulldepthError: for models that cannot be decoded layer by layer, values out of range, and texts without a
-            tokenizer or without tokens.
+        FulldepthError: for models that cannot be decoded layer by layer, settings of the generation configuration that
+            ask for something else (beams, guidance), values out of range, and texts without a tokenizer or without
+            tokens.
     """
     options |= {"threshold": threshold, "speculate_from": speculate_from, "draft_length": draft_length}
     given: Any = [input_ids] if isinstance(input_ids, str) else input_ids

@@ -259,19 +259,34 @@ class Anatomy:
         return heads[..., -heads.shape[-1] // 3 :].flatten(-2)
 
     def projections(self) -> Iterator[tuple[str, int, nn.Module]]:
-        """Every weight matrix of every block: its name inside the block, its 1-based layer, its module."""
+        """Every weight matrix of every block: its name inside the block, its 1-based layer, its module. A matrix with
+        adapters is one, whose module is PEFT's (`is_adapted`).
+        """
         for layer, block in enumerate(self.blocks, start=1):
+            inside: tuple[str, ...] = ()
             for name, module in block.named_modules():
+                if name.startswith(inside):
+                    continue
+                inside += (f"{name}.",) if is_adapted(module) else ()
                 weight = getattr(module, "weight", None)
                 if name and weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding):
                     yield name, layer, module
 
     def expert_projections(self) -> Iterator[tuple[str, int, nn.Parameter | None]]:
         """Experts' matrices that are stored as one tensor `[E, m, n]`, of every block: the parameter's name inside the
-        block, its 1-based layer, the parameter; None for experts whose matrices are stored in another way.
+        block, its 1-based layer, the parameter; None for experts whose matrices are stored in another way, or have
+        adapters.
         """
         for layer, block in enumerate(self.blocks, start=1):
+            inside: tuple[str, ...] = ()
             for path, module in block.named_modules():
+                if path.startswith(inside):
+                    continue
+                if is_adapted(module):
+                    inside += (f"{path}.",)
+                    inner = stacked_experts(module.get_base_layer())
+                    yield from ((f"{path}.{name}".removesuffix(".weight"), layer, None) for name in inner)
+                    continue
                 stacked = stacked_experts(module)
                 yield from ((f"{path}.{name}".removesuffix(".weight"), layer, p) for name, p in stacked.items())
                 weight = getattr(module, "weight", None)
@@ -279,6 +294,11 @@ class Anatomy:
                 own = next(module.parameters(recurse=False), None) is not None
                 if own and not stacked and not is_matrix and "expert" in type(module).__name__.lower():
                     yield path, layer, None
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is PEFT's, around a layer with adapters that are not merged into its weights."""
+    return isinstance(getattr(module, "base_layer", None), nn.Module) and callable(getattr(module, "merge", None))
 
 
 def stacked_experts(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -20,6 +20,7 @@ from transformers.utils import cached_file
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_json, reading
 
+ADAPTER = "adapter_config.json"
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -138,6 +139,8 @@ def check_config(where: str, revision: str | None = None) -> dict[str, Any]:
             for transformers to load.
     """
     path = locate(where, CONFIG, revision)
+    if path is None:
+        refuse_adapter(where, revision)
     config = {} if path is None else _read_object(path)
     check_numbers(path, config)
     for key, value in _scalars(config):
@@ -157,7 +160,7 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
             plain `*.safetensors` files of this folder, a weight file is absent, irregular or damaged, or two of them
             contain the same tensor.
     """
-    if path := locate(where, "adapter_config.json", revision):
+    if path := locate(where, ADAPTER, revision):
         raise FulldepthError(
             f"{path} belongs to an adapter, which transformers adds to the model only where peft is installed. Merge "
             "it into the model (merge_and_unload of peft, then save_pretrained), or remove the adapter's files."
@@ -294,6 +297,27 @@ def check_processor_files(where: str, revision: str | None = None) -> None:
         for key, value in _scalars(document):
             if key in EDGES and isinstance(value, int | float) and not 1 <= value <= MOST_EDGE:
                 raise FulldepthError(f"{path}: {key} is {value}. Expected 1 to {MOST_EDGE} pixels.")
+
+
+def refuse_adapter(where: str, revision: str | None = None) -> None:
+    """Refuse a folder or repository with an adapter of PEFT and no model, naming the model that the adapter changes,
+    and the commands that merge them. Nothing happens without an adapter.
+    """
+    if (path := locate(where, ADAPTER, revision)) is None:
+        return
+    settings = _read_object(path)
+    base = one_line(str(settings.get("base_model_name_or_path")), 200)
+    suffix = {"SEQ_CLS": "ForSequenceClassification", "SEQ_2_SEQ_LM": "ForSeq2SeqLM"}.get(
+        str(settings.get("task_type")), "ForCausalLM"
+    )
+    target = f"{where if is_folder(where) else Path(where).name}-merged"
+    raise FulldepthError(
+        f"{where} holds an adapter of {base} and no model. Merge them into {target} with these two commands:\n"
+        f'python -c "from peft import AutoPeftModel{suffix} as A; '
+        f'A.from_pretrained({where!r}).merge_and_unload().save_pretrained({target!r})"\n'
+        f'python -c "from transformers import AutoTokenizer as A; '
+        f'A.from_pretrained({base!r}).save_pretrained({target!r})"'
+    )
 
 
 def _read_object(path: Path, most: int = MOST_CONFIG_BYTES) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from fulldepth.hf.file_checks import (
     check_stored_types,
     check_tokenizer_files,
     is_folder,
+    refuse_adapter,
 )
 from fulldepth.hf.gguf import find_gguf, load_gguf_config, load_gguf_model, load_gguf_tokenizer, packaged, read_header
 from fulldepth.hf.modes import device_of, silent
@@ -340,6 +341,7 @@ def _check_folder(where: str) -> None:
         return
     files = sorted(path.name for path in folder.iterdir())
     if not (folder / "config.json").is_file():
+        refuse_adapter(where)
         holds = ", ".join(files[:8]) or "nothing"
         raise FulldepthError(f"{where} has no config.json, so it is no checkpoint; it holds {holds}.")
     if not any(name.endswith(".safetensors") for name in files):

@@ -49,8 +49,11 @@ class LayerwiseLoss(Term):
         if not self.active(context.step):
             return loss, None
         value = self.value(context)
-        share = context.portion.of_targets(context.task, context.batch)
-        return self.weight * share * value, value.detach()
+        return self.weight * self.factor(context, value.device) * value, value.detach()
+
+    def factor(self, context: Context, device: torch.device) -> Tensor | float:
+        """The batch's share of the step's targets."""
+        return context.portion.of_targets(context.task, context.batch)
 
     def active(self, step: int) -> bool:
         """Whether the loss of this 1-based optimiser step is replaced."""

@@ -66,8 +66,12 @@ class Distillation(Term):
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Mix the divergence into the loss so far, which is the cross-entropy or the losses of all layers."""
         value = self.value(context)
-        share = context.portion.of_targets(context.task, context.batch)
-        return (1 - self.weight) * loss + self.weight * share * value.to(loss.device), value.detach()
+        share = self.weight * self.factor(context, value.device)
+        return (1 - self.weight) * loss + share * value.to(loss.device), value.detach()
+
+    def factor(self, context: Context, device: torch.device) -> Tensor | float:
+        """The batch's share of the step's targets."""
+        return context.portion.of_targets(context.task, context.batch)
 
     def value(self, context: Context) -> Tensor:
         """Mean divergence over the labelled positions.

@@ -40,7 +40,7 @@ class JumpPenalty(Term):
             return super().apply(loss, context)
         states = context.states["residual"]
         displacements = Displacements(states, self.alpha, context.mask)
-        factor = self.weight * context.token_share(states[-1].device)
+        factor = self.weight * self.factor(context, states[-1].device)
         return displacements.added_to(loss, factor), displacements.value
 
 

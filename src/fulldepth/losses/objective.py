@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from inspect import signature
 from typing import Any, Self
 
 import torch
+from accelerate.state import GradientState
 from pydantic import ValidationError
 from torch import Tensor, nn
 
@@ -15,6 +17,7 @@ from fulldepth.execution import Activations, capture, find_anatomy
 from fulldepth.hf import (
     Anatomy,
     Classifier,
+    device_of,
     exit_weights,
     has_exit_heads,
     logits_of,
@@ -27,7 +30,7 @@ from fulldepth.losses.jump_penalty import JumpPenalty
 from fulldepth.losses.orthogonality_penalty import OrthogonalityPenalty
 from fulldepth.losses.similarity_penalty import SimilarityPenalty
 from fulldepth.losses.task import Task
-from fulldepth.losses.term import Context, Portion, Term
+from fulldepth.losses.term import Context, Portion, Term, step_counts
 
 TERMS: dict[str, type[Term]] = {
     term.name: term
@@ -98,7 +101,8 @@ class Objective:
         loss, parts = objective(model(**batch), batch)
         objective.detach()
 
-    In a Trainer: `DepthTrainer(..., objective=objective)`.
+    In a Trainer: `DepthTrainer(..., objective=objective)`; in the `compute_loss` of another one, with
+    `num_items_in_batch`.
 
     Args:
         terms: name of a term in `TERMS` (`jump`, `coherence`, `orthogonality`, `aligned`, `multi_exit`, `similarity`,
@@ -127,6 +131,10 @@ class Objective:
         self._classifier: Classifier | None = None
         self._logits: Tensor | None = None
         self._counting = False
+        self._items: Tensor | float | None = None
+        """The step's number of targets that the model was called with."""
+        self.factors: dict[str, Tensor | float] = {}
+        """Part of the last loss -> its factor: the batch's share of the optimiser step."""
 
     @property
     def attached(self) -> bool:
@@ -147,8 +155,9 @@ class Objective:
         Args:
             model: a model of transformers, of any family with a list of blocks; for models of images and text, the
                 text model is used. PEFT adapters that change the layers, `torch.compile` and DDP are unwrapped.
-            optimizer: its steps are counted; without one, every call in training counts as a step (for gradient
-                accumulation pass the optimiser, or set `step` yourself).
+            optimizer: its steps are counted; without one, every call in training counts as a step, except where
+                accelerate or a Trainer accumulates gradients (in other loops that accumulate, pass the optimiser or set
+                `step`).
             tower: the part whose layers are penalised, of a model with several: `encoder` or `decoder` (T5, BART),
                 `text` or `vision` (CLIP).
 
@@ -170,9 +179,12 @@ class Objective:
             self._classifier = Classifier(self.anatomy)
         sites = sorted({site for term in self.terms.values() for site in term.sites})
         self._activations = self._open.enter_context(capture(self.anatomy, sites, grad=True))
+        hook = self.anatomy.model.register_forward_pre_hook(self._take_items, with_kwargs=True)
+        self._open.callback(hook.remove)
         if any(term.needs_logits for term in self.terms.values()):
             self._open.callback(self.anatomy.model.register_forward_hook(self._keep_logits).remove)
         self._counting = optimizer is None
+        GradientState().sync_gradients = True  # a Trainer that was interrupted leaves it false
         if optimizer is not None:
             hook = optimizer.register_step_post_hook(lambda *_: setattr(self, "step", self.step + 1))
             self._open.callback(hook.remove)
@@ -182,6 +194,16 @@ class Objective:
     def _keep_logits(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self._logits = logits_of(output)
+
+    @torch.compiler.disable
+    def _take_items(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Keep `num_items_in_batch` from the model, whose loss is then the batch's mean for every class; the objective
+        divides.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        self._items = kwargs.get("num_items_in_batch")
+        return args, {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
 
     def __enter__(self) -> Self:
         return self
@@ -203,22 +225,32 @@ class Objective:
         self.step = int(state["step"])
 
     def __call__(
-        self, outputs: Any, batch: Mapping[str, Any], portion: Portion | None = None
+        self,
+        outputs: Any,
+        batch: Mapping[str, Any],
+        portion: Portion | None = None,
+        *,
+        num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss to call `backward` on, and its parts.
 
         Args:
             outputs: output of the model, called with `labels`; or its loss.
             batch: inputs of the model; `attention_mask` marks the tokens that count, `aligned` reads `labels`.
-            portion: for accumulated or distributed steps; `DepthTrainer` fills it in.
+            portion: this call's part of an accumulated or distributed step (see `portions`); `DepthTrainer` fills it
+                in.
+            num_items_in_batch: as `compute_loss` of transformers' Trainer receives it: the step's number of targets,
+                of which the loss and its penalties get their share (exact for penalties where sequences are of one
+                length; else `portions`). The model may have it instead: while an objective is attached, the loss in the
+                model's output is the mean over the batch.
 
         Returns (where gradients are disabled, the model's own loss without penalties):
             The loss, and `{"ce": ..., term: ...}`: detached, unweighted, in the order of the terms; `auxiliary` is the
             part of the model's loss that is no cross-entropy, with the model's own factor.
 
         Raises:
-            FulldepthError: if the objective is not attached, the loss or labels are missing, or a term cannot be
-                computed on this batch.
+            FulldepthError: if the objective is not attached, the loss or labels are missing, a term cannot be computed
+                on this batch, or the Trainer accumulates gradients and the number of items is not given.
         """
         if self._activations is None or self.task is None or self.anatomy is None:
             raise FulldepthError("The objective watches no model; call attach(model) before the forward pass.")
@@ -237,7 +269,32 @@ class Objective:
         if not torch.is_grad_enabled():
             self._activations.clear()
             return total, {"ce": cross_entropy}
+        number = self._items if num_items_in_batch is None else num_items_in_batch
+        self._items = None
+        if portion is None and number is not None:
+            portion = Portion.of_items(self.task, batch, number)
+        elif portion is None and leaves_scaling_to_loss(self.anatomy.model):
+            self._activations.clear()
+            raise FulldepthError(
+                "The Trainer accumulates gradients and leaves their scale to the loss, which would count each "
+                "micro-batch as a whole step. Pass num_items_in_batch, which compute_loss receives, to the objective, "
+                "or use DepthTrainer."
+            )
         return self.combine(cross_entropy, auxiliary, batch, portion)
+
+    def portions(self, batches: Sequence[Mapping[str, Any]]) -> list[Portion]:
+        """The part of an optimiser step that each of its micro-batches is, over all processes, for `__call__`.
+
+        Raises:
+            FulldepthError: if the objective is not attached, or the batches have no labels or sequences to count.
+        """
+        if self.task is None or self.anatomy is None:
+            raise FulldepthError("The objective watches no model; call attach(model) first.")
+        counts = step_counts(self.task, batches, device_of(self.anatomy.model))
+        if "targets" not in counts or "sequences" not in counts:
+            raise FulldepthError("The parts of a step need `labels` and `input_ids` in every batch.")
+        shares = [(self.task.sequences(batch) or 0) / counts["sequences"] for batch in batches]
+        return [Portion(share, counts.get("tokens"), counts["targets"]) for share in shares]
 
     @property
     def replaces(self) -> list[str]:
@@ -261,7 +318,8 @@ class Objective:
         """
         assert self.task is not None
         portion, parts = portion or Portion(), {"ce": cross_entropy.detach()}
-        loss = _times(portion.of_targets(self.task, batch), cross_entropy)
+        self.factors = {"ce": portion.of_targets(self.task, batch)}
+        loss = times(self.factors["ce"], cross_entropy)
         if self._activations is not None:
             try:
                 if self.terms and self._activations.repeated:
@@ -275,14 +333,14 @@ class Objective:
                 for term in self.terms.values():
                     loss, value = term.apply(loss, context)
                     if value is not None:
-                        parts[term.name] = value
+                        parts[term.name], self.factors[term.name] = value, term.factor(context, value.device)
             finally:
                 self._activations.clear()
                 self._logits = None
         if auxiliary is not None:
-            parts["auxiliary"] = auxiliary.detach()
-            loss = loss + _times(portion.share, auxiliary).to(loss.device)
-        if self._counting and torch.is_grad_enabled():
+            parts["auxiliary"], self.factors["auxiliary"] = auxiliary.detach(), portion.share
+            loss = loss + times(portion.share, auxiliary).to(loss.device)
+        if self._counting and torch.is_grad_enabled() and GradientState().sync_gradients:
             self.step += 1
         return loss, parts
 
@@ -301,7 +359,19 @@ class Objective:
                 weight.grad = None
 
 
-def _times(factor: Tensor | float, value: Tensor) -> Tensor:
+def leaves_scaling_to_loss(model: Any) -> bool:
+    """Whether transformers' Trainer accumulates gradients, and does not divide the loss of this model's class itself.
+
+    Loops of accelerate, which divide, have `num_steps` above 1.
+    """
+    state = GradientState()
+    if state.sync_gradients or state.num_steps > 1:
+        return False
+    takes_options = any(p.kind == p.VAR_KEYWORD for p in signature(model.forward).parameters.values())
+    return bool(getattr(model, "accepts_loss_kwargs", takes_options))
+
+
+def times(factor: Tensor | float, value: Tensor) -> Tensor:
     """The product; a mean over nothing (NaN) times a share of 0 is 0."""
     product = factor * value
     return product.where(torch.as_tensor(factor, device=value.device) != 0, 0.0)

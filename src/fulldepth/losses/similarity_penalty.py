@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from fulldepth.hf import Anatomy, Classifier
@@ -38,12 +39,9 @@ class SimilarityPenalty(Term):
         features = [classifier.feature(state, mask) for state in states]  # L of [B, D]
         return similarity_penalty(features, self.weights)
 
-    def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Add the term; a mean over samples has their share of the step."""
-        if self._pooling(context) is None:
-            return super().apply(loss, context)
-        value = self.value(context)
-        return loss + self.weight * context.portion.share * value.to(loss.device), value.detach()
+    def factor(self, context: Context, device: torch.device) -> Tensor | float:
+        """As for all terms; a mean over samples has their share of the step."""
+        return super().factor(context, device) if self._pooling(context) is None else context.portion.share
 
     def _pooling(self, context: Context) -> Classifier | None:
         """The head that reads a sample's feature; None where tokens are compared."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fulldepth.distributed import add_up, current
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Activations
 from fulldepth.hf import Anatomy, Classifier
@@ -44,6 +45,14 @@ class Portion:
     """Tokens of the step that penalties count, per process (their mean over processes)."""
     targets: Tensor | None = None
     """Positions of the step that have a label, per process (their mean over processes)."""
+
+    @classmethod
+    def of_items(cls, task: Task, batch: Mapping[str, Any], number: Tensor | float) -> Portion:
+        """A micro-batch of a step, from what transformers' Trainer knows of the step: its number of targets over all
+        processes. Everything is scaled by the share of the targets.
+        """
+        count, targets = task.targets(batch), torch.as_tensor(number) / current().world
+        return cls() if count is None else cls(_share(count, targets), None, targets)
 
     def of_targets(self, task: Task, batch: Mapping[str, Any]) -> Tensor | float:
         """Scale factor of a mean over a batch's targets."""
@@ -114,6 +123,10 @@ class Term(pydantic.BaseModel, ABC):
     def value(self, context: Context) -> Tensor:
         """The penalty of one batch, a differentiable scalar, without its weight."""
 
+    def factor(self, context: Context, device: torch.device) -> Tensor | float:
+        """Multiplies this batch's value, so that the sum over an optimiser step is that of one large batch."""
+        return context.portion.share if self.per_batch else context.token_share(device)
+
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Add the term to the loss.
 
@@ -122,11 +135,10 @@ class Term(pydantic.BaseModel, ABC):
             context: inputs of the term.
 
         Returns:
-            `loss + weight * portion * value`, and the detached value; None if the term is not active in this step.
+            `loss + weight * factor * value`, and the detached value; None if the term is not active in this step.
         """
         value = self.value(context)
-        factor = context.portion.share if self.per_batch else context.token_share(value.device)
-        return loss + self.weight * factor * value.to(loss.device), value.detach()
+        return loss + self.weight * self.factor(context, value.device) * value.to(loss.device), value.detach()
 
 
 class LayerTerm(Term):
@@ -169,6 +181,29 @@ class LayerTerm(Term):
         layers = self.chosen_layers(len(context.states["attention_output"]))
         values = [self.of_layer(context, layer) for layer in layers]
         return torch.stack([value.to(values[-1].device) for value in values]).sum()
+
+
+def step_counts(
+    task: Task, batches: Sequence[Mapping[str, Any]], device: Any, *, gather: bool = True
+) -> dict[str, Tensor]:
+    """`sequences`, `tokens` and `targets` of an optimiser step, as far as they are known.
+
+    Args:
+        task: of the model.
+        batches: the step's micro-batches in this process.
+        device: of the result.
+        gather: take means over processes, because data parallelism averages gradients.
+    """
+    totals: dict[str, Tensor] = {}
+    for name in ("sequences", "tokens", "targets"):
+        counts: list[Any] = [getattr(task, name)(batch) for batch in batches]
+        if counts and all(count is not None for count in counts):
+            totals[name] = torch.as_tensor(sum(counts), device=device)
+    if totals and gather and (world := current().world) > 1:
+        stacked = torch.stack(list(totals.values()))
+        add_up(stacked)
+        return dict(zip(totals, stacked / world, strict=True))
+    return totals
 
 
 def _share(count: Tensor, total: Tensor) -> Tensor:

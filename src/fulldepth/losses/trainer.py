@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from fulldepth.distributed import add_up, any_process
+from fulldepth.distributed import any_process
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import capture, find_anatomy
 from fulldepth.hf import (
@@ -24,36 +24,39 @@ from fulldepth.hf import (
     save_exit_heads,
 )
 from fulldepth.losses.aligned_loss import add_exit_heads
-from fulldepth.losses.objective import Objective, per_batch_terms
+from fulldepth.losses.objective import Objective, per_batch_terms, times
 from fulldepth.losses.task import Task
-from fulldepth.losses.term import Portion
+from fulldepth.losses.term import Portion, step_counts
 
 AnyTrainer: Any = object
 """The Trainer class that a mixin is put before."""
 
 
 class Tally:
-    """Running sums of a loss's parts, kept on the device until they are read.
+    """Running weighted sums of a loss's parts, kept on the device until they are read.
 
     Args:
-        sums: name -> (sum, count) to go on from.
+        sums: name -> (sum, sum of weights) to go on from.
     """
 
     def __init__(self, sums: Mapping[str, Sequence[float]] | None = None) -> None:
         self._sums: dict[str, Sequence[Any]] = dict(sums or {})
 
-    def add(self, parts: dict[str, Tensor]) -> None:
-        """Add a micro-batch's parts, which are detached."""
+    def add(self, parts: dict[str, Tensor], factors: Mapping[str, Tensor | float]) -> None:
+        """Add a micro-batch's parts, which are detached, with their shares of the optimiser step as weights."""
         for name, value in parts.items():
-            total, count = self._sums.get(name, (0.0, 0))
-            self._sums[name] = total + (value.double() if value.device.type != "mps" else value), count + 1
+            total, weight = self._sums.get(name, (0.0, 0.0))
+            factor = torch.as_tensor(factors[name], device=value.device)
+            if value.device.type != "mps":
+                value, factor = value.double(), factor.double()
+            self._sums[name] = total + times(factor, value), weight + factor
 
     def read(self) -> dict[str, tuple[float, float]]:
-        """Return name -> (sum, count) since `take`."""
-        return {name: (float(total), count) for name, (total, count) in self._sums.items()}
+        """Return name -> (sum, sum of weights) since `take`."""
+        return {name: (float(total), float(weight)) for name, (total, weight) in self._sums.items() if weight}
 
     def take(self) -> dict[str, tuple[float, float]]:
-        """Return name -> (sum, count) since the last call, and reset."""
+        """Return name -> (sum, sum of weights) since the last call, and reset."""
         taken, self._sums = self.read(), {}
         return taken
 
@@ -195,15 +198,8 @@ class ObjectiveMixin(AnyTrainer):
         processes, because data parallelism averages gradients.
         """
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._step_counts = totals = {}
-        for name in ("sequences", "tokens", "targets"):
-            counts: list[Any] = [getattr(self.task, name)(sample) for sample in samples]
-            if counts and all(count is not None for count in counts):
-                totals[name] = torch.as_tensor(sum(counts), device=device)
-        if totals and self.args.average_tokens_across_devices and self.args.world_size > 1:
-            stacked = torch.stack(list(totals.values()))
-            add_up(stacked)
-            self._step_counts = dict(zip(totals, stacked / self.args.world_size, strict=True))
+        gather = self.args.average_tokens_across_devices
+        self._step_counts = step_counts(self.task, samples, device, gather=gather)
         return samples, items
 
     def compute_loss(
@@ -225,7 +221,7 @@ class ObjectiveMixin(AnyTrainer):
         if self.is_deepspeed_enabled or "lomo" in self.args.optim:  # the backward pass takes the step
             self._require_finite(None)
         for tally in self.tallies.values():
-            tally.add(parts)
+            tally.add(parts, self.depth_objective.factors)
         return loss
 
     def _note_auxiliary(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -247,10 +243,10 @@ class ObjectiveMixin(AnyTrainer):
         return Portion(share, tokens, targets)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Also logs the mean of each part since the last call (of this process)."""
+        """Also logs the mean of each part over the steps since the last call (of this process)."""
         if "loss" in logs:
             sums = self.tallies["log"].take()
-            logs = logs | {f"loss_{name}": total / count for name, (total, count) in sums.items()}
+            logs = logs | {f"loss_{name}": total / weight for name, (total, weight) in sums.items()}
         super().log(logs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from fulldepth.measurement.headline import Clusters, plural
 from fulldepth.measurement.subject import MeasuredSubject
-from fulldepth.metrics import Setup
+from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.base import NO_FIRST
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.uncertainty import quantile
@@ -33,6 +33,7 @@ REASONS = {
 }
 """Measure -> why it has no finite value at a layer."""
 
+NO_TARGET = "no position has a target"
 EMPTY = {"coherence": "the states do not vary along the sequence at any layer"}
 """Measure -> why it has no rows; for all others the reason is too few tokens or occurrences."""
 
@@ -101,6 +102,8 @@ def gaps(table: pd.DataFrame, num_layers: int) -> list[str]:
             statistics = list(dict.fromkeys(missing.statistic))
             named = "" if set(rows.statistic) <= set(statistics) else f" ({', '.join(statistics[:3])})"
             reason = REASONS.get(str(name), "nothing finite came out there")
+            if (known := METRICS.get(str(name))) and "targets" in known.needs and not missing["count"].any():
+                reason = NO_TARGET
             if all(statistic.endswith(NO_FIRST) for statistic in statistics):
                 reason = "no sequence has a second token that counts, or only such as have no number"
             lines.append(f"{name}{named} is not a number{f' at {spans(layers)}' if layers else ''}: {reason}.")

@@ -12,6 +12,7 @@ from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import Verified
 from fulldepth.hf import available_memory
 from fulldepth.measurement import tokens
+from fulldepth.measurement.caveats import NO_TARGET
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.measurement.weights import projection_names, shares_of_heads
 from fulldepth.metrics import METRICS, Measure, Setup
@@ -74,7 +75,13 @@ def make_setup(subject: MeasuredSubject, settings: MeasureSettings) -> Setup:
 
 
 def make_plan(
-    names: Sequence[str] | None, setup: Setup, verified: Verified, sequences: Sequences, *, has_reference: bool
+    names: Sequence[str] | None,
+    setup: Setup,
+    verified: Verified,
+    sequences: Sequences,
+    *,
+    has_reference: bool,
+    shows_all: bool = False,
 ) -> MeasurePlan:
     """Choose the measures.
 
@@ -84,6 +91,7 @@ def make_plan(
         verified: the model and its verified anatomy.
         sequences: the prepared data.
         has_reference: whether there is a second model for MMD.
+        shows_all: whether the lens grid shows every sequence, so that predictions are of use without targets.
 
     Raises:
         FulldepthError: for an unknown measure, or a requested one that cannot run, with the reason.
@@ -92,7 +100,7 @@ def make_plan(
         if name not in METRICS:
             raise unknown("measure", name, METRICS)
     plan = MeasurePlan(setup)
-    reasons = missing(setup, verified, sequences, has_reference)
+    reasons = missing(setup, verified, sequences, has_reference, shows_all)
     for name, measure in METRICS.items():
         if names is not None and name not in names:
             continue
@@ -121,10 +129,12 @@ def make_plan(
     return plan
 
 
-def missing(setup: Setup, verified: Verified, sequences: Sequences, has_reference: bool) -> dict[str, str]:
+def missing(
+    setup: Setup, verified: Verified, sequences: Sequences, has_reference: bool, shows_all: bool
+) -> dict[str, str]:
     """Missing requirement of measures -> reason."""
     kind = type(verified.anatomy.model).__name__
-    without_boxes, no_targets = verified.anatomy.task != "detection", _no_targets(verified, sequences)
+    without_boxes, no_targets = verified.anatomy.task != "detection", _no_targets(verified, sequences, shows_all)
     checks = {
         "targets": (bool(no_targets), no_targets),
         "routing": (not setup.routed_heads, f"{kind} has no memory of earlier layers"),
@@ -152,8 +162,8 @@ def missing(setup: Setup, verified: Verified, sequences: Sequences, has_referenc
     return {name: reason for name, (lacks, reason) in checks.items() if lacks}
 
 
-def _no_targets(verified: Verified, sequences: Sequences) -> str:
-    """The reason why there are no targets; empty if there are."""
+def _no_targets(verified: Verified, sequences: Sequences, shows_all: bool) -> str:
+    """The reason why there are no targets; empty if there are, or predictions are shown without (single tokens)."""
     anatomy, classifier = verified.anatomy, verified.classifier
     if classifier is None and "head" in verified.unproven:
         return f"the head of {type(anatomy.model).__name__} is not known: {verified.unproven['head']}"
@@ -167,8 +177,8 @@ def _no_targets(verified: Verified, sequences: Sequences) -> str:
         return f"the data were prepared for the task {sequences.task}, and the model's is {anatomy.task}"
     if not classifier.per_token and not sequences.num_classes:
         return "the data have no labels"
-    if classifier.per_token and not sequences.num_targets:
-        return sequences.no_targets or "no position has a target"
+    if classifier.per_token and not sequences.num_targets and (sequences.no_targets or not shows_all):
+        return sequences.no_targets or NO_TARGET
     return ""
 
 

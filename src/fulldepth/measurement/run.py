@@ -26,7 +26,7 @@ from fulldepth.execution.subject import open_checkpoint, prove, read_source, sma
 from fulldepth.hf import anatomy_candidates, evaluating, find_checkpoints, task_of, unwrapped
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
-from fulldepth.measurement.caveats import EMPTY, caveats, gaps, sampling, zero_weights
+from fulldepth.measurement.caveats import EMPTY, NO_TARGET, caveats, gaps, sampling, zero_weights
 from fulldepth.measurement.headline import Clusters, headline
 from fulldepth.measurement.passes import Clock, run_pass, weigh
 from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan, make_setup
@@ -59,6 +59,9 @@ from fulldepth.results import (
 )
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.measure import LensSettings, MeasureSettings
+
+OF_LENS = ["lens_accuracy", "lens_loss", "saturation"]
+"""Measures of `lens`, beside its grid."""
 
 
 @takes_settings(MeasureSettings, recipes="measure")
@@ -161,7 +164,7 @@ def lens(
     loading = settings.model_dump(exclude={"top_k", "sequence_length"})
     chosen = MeasureSettings(
         **loading,
-        measures=["lens_accuracy", "lens_loss", "saturation"],
+        measures=OF_LENS,
         lens_tokens=None,
         one_per_row=True,
         order="first",
@@ -178,7 +181,7 @@ def lens(
     if not results.meta.get("lens_grid"):
         raise FulldepthError("The lens reads models that predict tokens; this one predicts none.")
     for line in results.meta["warnings"]:
-        if "standard error" not in line:  # the lens states no errors
+        if "standard error" not in line and NO_TARGET not in line:  # the lens states no errors and needs no targets
             watcher.say(line)
     return results
 
@@ -348,7 +351,14 @@ def measure_subject(
     reference = None if settings.reference is None else _reference(subject, settings.reference, settings, process)
     clock.seconds["load"] = time.perf_counter() - start
     setup = make_setup(subject, settings)
-    plan = make_plan(settings.measures, setup, subject.verified, subject.sequences, has_reference=bool(reference))
+    plan = make_plan(
+        settings.measures,
+        setup,
+        subject.verified,
+        subject.sequences,
+        has_reference=bool(reference),
+        shows_all=settings.measures == OF_LENS and settings.grid_samples >= len(subject.sequences),
+    )
     if extra is not None and (further := extra(subject, setup)) is not None:
         plan.measures[SITE] = further
     watcher.say(check_memory(plan, subject, settings.batch_size))

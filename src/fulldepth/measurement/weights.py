@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from fulldepth.hf import Anatomy
+from fulldepth.hf import Anatomy, is_adapted
 from fulldepth.measurement.lens_reader import show
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import SpectralNorm, head_shares
@@ -24,6 +26,24 @@ def plain(parameter: nn.Parameter | None) -> Tensor | None:
     if type(weight) is not Tensor and hasattr(weight, "dequantize"):
         weight = weight.dequantize()
     return weight if weight.is_floating_point() and weight.device.type != "meta" else None
+
+
+def weight_of(module: nn.Module) -> Tensor | None:
+    """The weight that a layer computes with, as a plain tensor: with the adapters that are active; None as for `plain`,
+    or if they cannot be merged.
+    """
+    if not is_adapted(module):
+        return plain(module.get_parameter("weight"))
+    layer: Any = module
+    own = plain(layer.get_base_layer().get_parameter("weight"))
+    if own is None or layer.merged or layer.disable_adapters:
+        return own
+    try:
+        merged = copy.deepcopy(layer)
+        merged.merge()
+    except (RuntimeError, ValueError, NotImplementedError):  # a kind of adapter that is not a change of the weight
+        return None
+    return plain(merged.get_base_layer().get_parameter("weight"))
 
 
 def projection_names(anatomy: Anatomy) -> tuple[str, ...]:
@@ -42,9 +62,10 @@ def feed_projections(measure: SpectralNorm, anatomy: Anatomy, rank: int = 0, wor
     unreadable: list[str] = []
 
     def readable() -> Iterator[tuple[str, int, Tensor]]:
-        alone = ((site, layer, module.get_parameter("weight")) for site, layer, module in anatomy.projections())
-        for index, (site, layer, parameter) in enumerate(chain(alone, anatomy.expert_projections())):
-            weight = plain(parameter)
+        alone = ((site, layer, partial(weight_of, module)) for site, layer, module in anatomy.projections())
+        experts = ((site, layer, partial(plain, parameter)) for site, layer, parameter in anatomy.expert_projections())
+        for index, (site, layer, read) in enumerate(chain(alone, experts)):
+            weight = read()
             if weight is None:
                 unreadable.append(site)
             elif index % world == rank:
@@ -69,7 +90,7 @@ def shares_of_heads(anatomy: Anatomy) -> tuple[tuple[float, ...], ...]:
     shares = []
     for layer in range(1, anatomy.num_layers + 1):
         projection = anatomy.part(layer, "output")
-        weight = None if projection is None else plain(projection.get_parameter("weight"))
+        weight = None if projection is None else weight_of(projection)
         if weight is None:
             return ()
         shares.append(tuple(head_shares(weight, anatomy.config.num_attention_heads).tolist()))
@@ -96,7 +117,7 @@ def nearest_tokens(subject: MeasuredSubject) -> dict[str, Any] | None:
         for layer in anatomy.layers_with("router")
         if (vector := anatomy.router_vectors(layer)) is not None
     }
-    embeddings = plain(anatomy.body.get_input_embeddings().weight) if vectors else None  # type: ignore[operator]
+    embeddings = weight_of(anatomy.body.get_input_embeddings()) if vectors else None  # type: ignore[operator]
     if embeddings is None:
         return None
     names = [(layer, m, h) for layer, vector in vectors.items() for h in range(len(vector)) for m in range(layer)]

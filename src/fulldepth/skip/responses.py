@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from fulldepth.data.conversations import CUT_OFF, Prompt, as_prompt, conversation_prompts, encode_prompt
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
+from fulldepth.data.tokens import decode_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.files import read_document, write_text
 from fulldepth.hf import device_of, evaluating
@@ -62,8 +63,9 @@ class Responses(NamedTuple):
     """Prompts with the model's responses, and the settings of their generation."""
 
     pairs: list[dict[str, Any]]
-    """`prompt` and `response`, for `read_examples`: both texts, or both lists of messages; `cut_off` is true where the
-    limit of tokens ended the response, so that no loss is put on an end that the model did not choose."""
+    """`prompt` and `response`, for `read_examples`: both texts, or both lists of messages, special tokens included;
+    `cut_off` is true where the limit of tokens ended the response, so that no loss is put on an end that the model did
+    not choose."""
     settings: dict[str, Any]
     """Settings of the generation, and counts of responses; plain values for a plan's `data`."""
 
@@ -206,17 +208,17 @@ def _responses(
     empty, unfinished, tokens = [], 0, 0
     for number, (prompt, ids) in enumerate(zip(prompts, answers, strict=False), start=1):
         stop = next((i for i, token in enumerate(ids) if token in ends), None)
-        text = tokenizer.decode(ids[:stop], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if not text.strip():
+        text, plain = (
+            decode_ids(tokenizer, ids[:stop], skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+            for skips in (False, True)
+        )
+        if not plain.strip():
             empty.append(number)
             continue
         unfinished += stop is None
         tokens += len(ids[:stop])
-        if isinstance(prompt, str):
-            pair = {"prompt": prompt, "response": text}
-        else:
-            pair = {"prompt": prompt, "response": [{"role": "assistant", "content": text}]}
-        pairs.append(pair | ({CUT_OFF: True} if stop is None else {}))
+        response = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        pairs.append({"prompt": prompt, "response": response, CUT_OFF: stop is None})
     settings |= {"empty": empty, "unfinished": unfinished, "response_tokens": tokens}
     if not pairs:
         raise FulldepthError(f"The model gave an empty response to each of the {len(answers)} prompts.")

@@ -17,7 +17,7 @@ from fulldepth.training.labelled import class_names
 from fulldepth.training.lora import add_adapters
 from fulldepth.training.model import WEIGHTS, build_config, meta_model, tokens_of_an_image
 from fulldepth.training.text import named_tokenizer
-from fulldepth.training.trainer import batch_split, make_objective, parameter_groups, resolved
+from fulldepth.training.trainer import batch_split, make_objective, parameter_groups, resolved, smaller_batch
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,12 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
         (
             "batch",
             f"{made.processes} x {made.micro_batch} x {made.accumulation}",
-            f"Processes, {unit} in a forward pass, forward passes in a step.",
+            " ".join(
+                [
+                    f"Processes, {unit} in a forward pass, forward passes in a step.",
+                    *smaller_batch(settings, made.processes),
+                ]
+            ),
         ),
         ("memory", f"{made.memory / 2**30:,.2f} GiB", "Weights, gradients and optimiser of one process."),
     ]

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fulldepth import launch
 from fulldepth.errors import StoppedError
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import silent
@@ -28,7 +29,7 @@ from fulldepth.training.folder import (
 from fulldepth.training.labelled import image_data, padding_warning, text_data
 from fulldepth.training.model import build_model, start_exit_heads
 from fulldepth.training.text import conversation_data, packed_data, require_separate_documents
-from fulldepth.training.trainer import RunTrainer, resolved, training_arguments
+from fulldepth.training.trainer import RunTrainer, resolved, smaller_batch, training_arguments
 
 DATA = {
     "causal-lm": packed_data,
@@ -80,7 +81,7 @@ def train(
                 watcher.say(f"A checkpoint that is not whole is now called {path.name}.")
             data = DATA["sft" if settings.stage == "sft" else settings.task](settings, folder, arguments, watcher)
             model = build_model(data.config, settings)
-            warnings = data.warnings
+            warnings = data.warnings + smaller_batch(settings, launch.world())
             if settings.task == "causal-lm" and not settings.data.across_documents:
                 require_separate_documents(model)
             if settings.task == "text-classification":

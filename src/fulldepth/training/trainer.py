@@ -173,6 +173,19 @@ def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:
     return micro, share // micro
 
 
+def smaller_batch(settings: TrainSettings, world: int) -> list[str]:
+    """A sentence if forward passes hold fewer sequences than asked, so that all hold as many."""
+    micro, accumulation = batch_split(settings, world)
+    share = micro * accumulation
+    if micro >= min(settings.micro_batch_size or share, share):
+        return []
+    unit = "sequences" if settings.unit == "tokens" else settings.unit
+    return [
+        f"micro_batch_size={settings.micro_batch_size} does not divide the {share} {unit} of a process in a step: "
+        f"forward passes hold {micro}."
+    ]
+
+
 def worker_count(settings: TrainSettings, processes: int) -> int:
     """Data loading processes of each training process: `workers`, or by default up to four, one for each core.
 

@@ -171,6 +171,9 @@ def test_a_decoder_is_a_loop_for_generate():
         wrong = {**options, "return_dict_in_generate": True, name: value}
         with refused(name):
             model.generate(**prompts, **wrong, custom_generate=decoder)
+    with refused("keeps a cache of its own"):  # the caller's would stay empty
+        empty = tf.DynamicCache(config=model.config)
+        model.generate(**prompts, **options, **{CACHE: empty}, custom_generate=decoder)
     with refused("another model"):
         decoders.build("llama").generate(**prompts, **options, custom_generate=decoder)
     for other in ("bert", "mamba"):

@@ -32,7 +32,10 @@ SHARED = (
 """Arguments of `generate`'s decoding loops that are made here again."""
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 """What `generate` adds to a returned dictionary, and this loop does not keep."""
-LOOPS = ("prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers")
+LOOPS = (
+    *("prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers", "use_mtp", "is_assistant"),
+    *("constraints", "force_words_ids"),
+)
 """Settings of `generate` that ask for another decoding loop."""
 
 
@@ -115,6 +118,13 @@ class Decoder:
         known = [field.name for field in fields(Options) if field.name != "num_layers"]
         if unlisted := options.keys() - set(known):
             raise unknown("option", min(unlisted), known)
+        stated = self.anatomy.model.generation_config
+        _refuse(
+            stated,
+            num_return_sequences=(stated.num_return_sequences or 1) > 1,
+            token_healing=bool(stated.token_healing),
+            stop_strings=bool(stated.stop_strings),  # generate hands no tokenizer to another loop
+        )
         device = device_of(self.anatomy.model)
         mask = None if attention_mask is None else torch.as_tensor(attention_mask, device=device)
         if mask is not None and mask.shape != input_ids.shape:
@@ -129,7 +139,6 @@ class Decoder:
             custom_generate=partial(self, seed=seed, progress=progress, **options),
             max_new_tokens=max_new_tokens,
             do_sample=do_sample,
-            num_beams=1,
             return_dict_in_generate=False,
             **settings,
         )
@@ -185,25 +194,34 @@ class Decoder:
         return self.last.sequences
 
 
-def _check(mask: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) -> None:
-    """Refuse what a loop over single tokens with its own cache, from position 0 on, cannot follow."""
+def _refuse(config: GenerationConfig, **further: bool) -> None:
+    """Refuse settings that a loop over single tokens cannot follow by name, and those `further` ones that are true."""
     refused = {
         "num_beams": config.num_beams not in (None, 1),
         "guidance_scale": config.guidance_scale not in (None, 1),
         "watermarking_config": config.watermarking_config is not None,
         "cache_implementation": config.cache_implementation == "quantized",
-        **{name: bool(getattr(config, name)) for name in LOOPS},
-        **{name: bool(config.return_dict_in_generate and getattr(config, name)) for name in OUTPUTS},
+        **{name: bool(getattr(config, name, None)) for name in LOOPS},
+        **further,
     }
     if names := [name for name, is_set in refused.items() if is_set]:
-        raise FulldepthError(f"Decoding layer by layer cannot follow {', '.join(names)} of the generation settings.")
-    others = [name for name, value in prepared.items() if name not in SHARED and value is not None]
+        raise FulldepthError(
+            f"Decoding layer by layer cannot follow {', '.join(names)} of the generation settings. Use model.generate "
+            "alone, or set it to None in model.generation_config (generation_config.json)."
+        )
+
+
+def _check(mask: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) -> None:
+    """Refuse what a loop over single tokens with its own cache, from position 0 on, cannot follow."""
+    _refuse(config, **{name: bool(config.return_dict_in_generate and getattr(config, name)) for name in OUTPUTS})
+    others = [name for name, value in prepared.items() if name not in (*SHARED, *OUTPUTS) and value is not None]
     if others:
         raise FulldepthError(f"Decoding layer by layer takes text alone, not {names_of(others)}.")
     cache, given = cache_in(prepared), prepared.get("position_ids")
-    if cache is not None and cache.get_seq_length():
+    # transformers marks a caller's cache; `generate` makes one, too.
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
         raise FulldepthError(
-            "Decoding layer by layer begins with an empty cache; leave the cache out, and give the whole text."
+            "Decoding layer by layer keeps a cache of its own; leave the caller's out, and give the whole text."
         )
     if given is not None and bool(((given != positions(mask)) & (mask != 0)).any()):
         raise FulldepthError(
