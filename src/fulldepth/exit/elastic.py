@@ -111,7 +111,7 @@ def export_layers(
         anatomy = find_anatomy(checkpoint.model)
         layers, reason = _choose(checkpoint, anatomy, settings, data, tokenizer, watcher)
         cut = truncated(anatomy, layers)
-        stock, notes = type(cut).__module__.startswith("transformers."), [reason]
+        stock, notes = type(cut).__module__.startswith("transformers."), [reason, *checkpoint.warnings]
         with folder_to_be(target) as folder:
             with generation_settings(cut, folder), silent():
                 cut.save_pretrained(folder)

@@ -21,6 +21,7 @@ from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, logit
 from fulldepth.hf.exit_heads import cut_exit_heads
 from fulldepth.hf.heads import Classifier, uses_fsdp
 from fulldepth.hf.modes import evaluating, is_offloaded
+from fulldepth.hf.tying import state_ties
 
 ALLOWED = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest accepted difference from the whole model's states and logits, relative to the largest; 1e-4 for others."""
@@ -78,6 +79,7 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
         raise _refusal(anatomy, layers, "its configuration states their number under no known name")
     _share(anatomy, cut, layers)
     cut_exit_heads(anatomy, shorter)
+    state_ties(cut)
     if hasattr(anatomy.model, "generation_config"):
         cut.generation_config = anatomy.model.generation_config
     cut.train(anatomy.model.training)

@@ -134,7 +134,8 @@ def export(
             "and search again."
         )
     places = settings.model_dump(include={"device", "device_map"})
-    loaded: Any = open_model(model, dtype=settings.dtype or plan.dtype, **places, **hub).model
+    opened = open_model(model, dtype=settings.dtype or plan.dtype, **places, **hub)
+    loaded: Any = opened.model
     source = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
     plan.check_model(loaded)
     stock = check_format(loaded, plan, file_format)
@@ -147,7 +148,7 @@ def export(
         allowed = max(file_format.tolerance(folding, expected.dtype), noise)
         draft = Draft(stock, plan, folding, part, most_bytes, settings.gguf_type)
         with nullcontext() if single else generation_settings(stock.model, part), silent():
-            notes = file_format.write(draft)
+            notes = [*file_format.write(draft), *opened.warnings]
         if draft.stored:
             exact, expected = expected, scaled_logits(stock, plan, ids, draft.stored)
             change = relative_error(expected, exact)
@@ -155,7 +156,7 @@ def export(
             notes.append(f"Rounding of changed weights changes logits by {change:.1e} of the largest{finer}.")
         if anatomy.config is not anatomy.model.config and stock.config is stock.model.config:
             notes.append(f"This is the language model of a {type(anatomy.model).__name__} alone; it reads no images.")
-        del loaded, anatomy, stock, folding, draft
+        del opened, loaded, anatomy, stock, folding, draft
         gc.collect()  # a model that was passed in is held by its owner
         if single:
             logit_error, verified = prove_file(part, ids, expected, allowed)
