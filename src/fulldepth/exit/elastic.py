@@ -153,6 +153,7 @@ def _choose(
                 f"{type(checkpoint.model).__name__} has {num_layers} layers, so its first {layers} cannot be exported."
             )
         return layers, f"The first {layers} of {num_layers} layers."
+    check_cut(anatomy)
     subject = prepare_subject(checkpoint, data, settings, tokenizer)
     readings = read(subject, (), settings, watcher)
     if reason := no_advice(subject, readings):
@@ -164,6 +165,19 @@ def _choose(
         f"accuracy on {subject.sequences.name} ({kept:.1%} and {full:.1%}; by the estimates alone {plain}, 95 % "
         f"interval {low} to {layers})."
     )
+
+
+def check_cut(anatomy: Anatomy) -> None:
+    """Refuse a model that can be cut neither behind half of its layers nor before the last one, before it is measured.
+
+    Raises:
+        FulldepthError: as `hf.truncated`.
+    """
+    last = anatomy.num_layers - 1
+    try:
+        truncated(anatomy, max(1, last))
+    except FulldepthError:
+        truncated(anatomy, max(1, last // 2))
 
 
 @torch.no_grad()

@@ -64,7 +64,7 @@ from fulldepth.hf.run_checkpoints import (
 )
 from fulldepth.hf.scalars import GRANULARITIES, Block, Scalars
 from fulldepth.hf.surgery import Switches, skipping
-from fulldepth.hf.truncation import renumber_layers, slice_lists, truncated
+from fulldepth.hf.truncation import cut_config, truncated, without_layers
 
 __all__ = [
     "EXIT_HEADS",
@@ -90,6 +90,7 @@ __all__ = [
     "check_exit_heads",
     "checkpoint_of",
     "copy_to_exit_heads",
+    "cut_config",
     "depth_of",
     "device_of",
     "drop_checkpoints",
@@ -123,7 +124,6 @@ __all__ = [
     "packaged",
     "pick_device",
     "pick_dtype",
-    "renumber_layers",
     "restore_exit_heads",
     "rows_of",
     "sample_inputs",
@@ -134,7 +134,6 @@ __all__ = [
     "settle_checkpoints",
     "silent",
     "skipping",
-    "slice_lists",
     "stacked_experts",
     "task_of",
     "text_config",
@@ -143,4 +142,5 @@ __all__ = [
     "unused_positions",
     "unwrapped",
     "uses_fsdp",
+    "without_layers",
 ]

@@ -4,7 +4,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import Anatomy
+from fulldepth.hf import Anatomy, without_layers
 from fulldepth.skip.exports.formats.checkpoint import Draft, as_stock, as_text
 from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
@@ -56,4 +56,17 @@ def check_format(model: PreTrainedModel, plan: Plan, format: Format) -> Anatomy:
     return anatomy if stock is model else find_anatomy(stock)
 
 
-__all__ = ["FORMATS", "Draft", "Format", "as_stock", "check_format", "known_format"]
+def renumbering_obstacle(model: PreTrainedModel) -> str | None:
+    """Why no checkpoint of some of a model's layers can be written (format `layer`), tried without the middle one; None
+    if it can.
+    """
+    try:
+        anatomy = find_anatomy(as_stock(model))
+        middle = (anatomy.num_layers + 1) // 2
+        without_layers(anatomy, [layer for layer in range(1, anatomy.num_layers + 1) if layer != middle])
+    except FulldepthError as error:
+        return str(error)
+    return None
+
+
+__all__ = ["FORMATS", "Draft", "Format", "as_stock", "check_format", "known_format", "renumbering_obstacle"]
