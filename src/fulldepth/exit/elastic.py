@@ -43,6 +43,7 @@ from fulldepth.hf.checkpoint_folder import (
     strip_foreign_code,
 )
 from fulldepth.hf.file_checks import PROCESSOR_FILES
+from fulldepth.hf.promises import withdraw_promises
 from fulldepth.progress import Watcher
 from fulldepth.settings.exit import LayersSettings
 from fulldepth.settings.keywords import takes_settings
@@ -111,7 +112,8 @@ def export_layers(
         anatomy = find_anatomy(checkpoint.model)
         layers, reason = _choose(checkpoint, anatomy, settings, data, tokenizer, watcher)
         cut = truncated(anatomy, layers)
-        stock, notes = type(cut).__module__.startswith("transformers."), [reason, *checkpoint.warnings]
+        withdrawn = withdraw_promises(cut.config, cut.state_dict())
+        stock, notes = type(cut).__module__.startswith("transformers."), [reason, *withdrawn, *checkpoint.warnings]
         with folder_to_be(target) as folder:
             with generation_settings(cut, folder), silent():
                 cut.save_pretrained(folder)

@@ -7,6 +7,7 @@ compute another model.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -101,7 +102,9 @@ def count_parameters(folder: Path) -> int:
 
 @contextmanager
 def generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
-    """Write the generation settings unchanged: transformers loads some that it refuses to save with a model."""
+    """Write the generation settings as they are, but for multi-token prediction: transformers loads some that it
+    refuses to save with a model.
+    """
     settings = getattr(model, "generation_config", None)  # only models that generate have them
     model.generation_config = GenerationConfig()
     try:
@@ -112,6 +115,9 @@ def generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
         else:
             model.generation_config = settings
     if settings is not None:
+        if getattr(settings, "use_mtp", None):  # needs layers that no export holds
+            settings = copy.copy(settings)
+            settings.use_mtp = None
         settings.to_json_file(folder / "generation_config.json")
 
 

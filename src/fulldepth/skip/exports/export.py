@@ -148,7 +148,7 @@ def export(
         allowed = max(file_format.tolerance(folding, expected.dtype), noise)
         draft = Draft(stock, plan, folding, part, most_bytes, settings.gguf_type)
         with nullcontext() if single else generation_settings(stock.model, part), silent():
-            notes = [*file_format.write(draft), *opened.warnings]
+            notes = [*file_format.write(draft), *draft.notes, *opened.warnings]
         if draft.stored:
             exact, expected = expected, scaled_logits(stock, plan, ids, draft.stored)
             change = relative_error(expected, exact)

@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy, is_offloaded, loaded_weight
+from fulldepth.hf.promises import withdraw_promises
 from fulldepth.hf.tying import state_untied, stated_ties, weights_apart
 from fulldepth.skip.exports.fold import Folding
 from fulldepth.skip.plan import Plan
@@ -53,6 +54,8 @@ class Draft:
     """Largest weight file in bytes; also the most that is in memory while weights are written."""
     gguf_type: str | None = None
     """Type of changed tensors of a GGUF file."""
+    notes: list[str] = field(default_factory=list)
+    """What `save` changed in the configuration."""
     stored: dict[str, Tensor] = field(default_factory=dict)
     """Weights that `Format.write` rounded, by name, as the file holds them."""
 
@@ -144,6 +147,7 @@ def save(
         FulldepthError: if a weight is missing, left over or of another shape.
     """
     config.dtype = draft.model.dtype
+    draft.notes.extend(withdraw_promises(config, weights))
     if weights_apart(draft.model):
         state_untied(config)
     with torch.device("meta"):
