@@ -31,6 +31,7 @@ from fulldepth.hf import (
     truncated,
     unwrapped,
 )
+from fulldepth.hf.asked_outputs import asked_outputs, make_plain, restore_outputs
 from fulldepth.hf.checkpoint_folder import (
     check_target,
     copy_files,
@@ -112,6 +113,7 @@ def export_layers(
         anatomy = find_anatomy(checkpoint.model)
         layers, reason = _choose(checkpoint, anatomy, settings, data, tokenizer, watcher)
         cut = truncated(anatomy, layers)
+        make_plain(cut.config)
         withdrawn = withdraw_promises(cut.config, cut.state_dict())
         stock, notes = type(cut).__module__.startswith("transformers."), [reason, *withdrawn, *checkpoint.warnings]
         with folder_to_be(target) as folder:
@@ -119,6 +121,7 @@ def export_layers(
                 cut.save_pretrained(folder)
             save_exit_heads(cut, folder)
             publish_older_names(folder)
+            notes += restore_outputs(asked_outputs(checkpoint.model), folder)
             if anatomy.family.modality == "images":
                 if not copy_files(PROCESSOR_FILES, checkpoint.name, folder, settings.revision):
                     notes.append("No image processor was found with the checkpoint.")

@@ -25,6 +25,7 @@ from transformers import (
 
 from fulldepth.errors import FulldepthError, is_out_of_memory, one_line, unknown
 from fulldepth.hf.anatomy import first_broken_weight
+from fulldepth.hf.asked_outputs import check_outputs, set_aside
 from fulldepth.hf.exit_heads import EXIT_HEADS, find_exit_heads, load_exit_heads
 from fulldepth.hf.file_checks import (
     MOST_EDGE,
@@ -215,6 +216,7 @@ def load_checkpoint(
             f"{where} lacks {len(missing)} weights that {kind} needs (first: {missing[0]}); they would be random. "
             "The checkpoint is incomplete, or its config.json names another class."
         )
+    set_aside(model)
     warnings: tuple[str, ...] = () if (untied := state_ties(model)) is None else (untied,)
     if unused := sorted(info["unexpected_keys"]):
         first = one_line(unused[0], 200)
@@ -391,6 +393,7 @@ def open_model(model: str | Path | PreTrainedModel, *, exit_heads: bool = False,
     """
     if isinstance(model, PreTrainedModel):
         _check_float64(device_of(model))
+        check_outputs(model)
         untied = (UNTIED,) if weights_apart(model) else ()
         return Checkpoint(model, model.name_or_path or type(model).__name__, warnings=untied)
     _check_is_name(model)

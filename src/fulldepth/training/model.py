@@ -53,6 +53,7 @@ from fulldepth.hf import (
     task_of,
     unused_positions,
 )
+from fulldepth.hf.asked_outputs import make_plain
 from fulldepth.hf.promises import withdraw_promises
 from fulldepth.hf.tying import UNTIED, state_untied, stores_apart
 from fulldepth.losses import use_detection_loss
@@ -181,6 +182,7 @@ def build_config(
         raise
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise FulldepthError(f"These settings make no {kind.model_type}: {_reason(error)}") from error
+    make_plain(config)
     withdraw_promises(config, ())  # no class of transformers trains such layers
     _check_sizes(config, task, vocab_size, positions)
     if not config.architectures:  # a DeiT is built with one head or two

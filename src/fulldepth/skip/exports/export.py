@@ -30,6 +30,7 @@ from fulldepth.hf import (
     open_model,
     silent,
 )
+from fulldepth.hf.asked_outputs import asked_outputs, restore_outputs
 from fulldepth.hf.checkpoint_folder import (
     check_target,
     count_parameters,
@@ -156,6 +157,7 @@ def export(
             notes.append(f"Rounding of changed weights changes logits by {change:.1e} of the largest{finer}.")
         if anatomy.config is not anatomy.model.config and stock.config is stock.model.config:
             notes.append(f"This is the language model of a {type(anatomy.model).__name__} alone; it reads no images.")
+        asked = asked_outputs(loaded)
         del opened, loaded, anatomy, stock, folding, draft
         gc.collect()  # a model that was passed in is held by its owner
         if single:
@@ -165,6 +167,7 @@ def export(
                 notes.append("UNVERIFIED: llama.cpp has not loaded it, which needs `pip install xllamacpp`.")
             return Export(format, target, logit_error, parameters, size, verified, tuple(notes))
         publish_older_names(part)
+        notes += restore_outputs(asked, part)
         chosen = settings.tokenizer if tokenizer is None else tokenizer
         notes += save_tokenizer(chosen, (plan.data.get("tokenizer"), source, plan.model.name), part, **hub)
         publish_older_tokenizer(part)

@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy, is_offloaded, loaded_weight
+from fulldepth.hf.asked_outputs import make_plain
 from fulldepth.hf.promises import withdraw_promises
 from fulldepth.hf.tying import state_untied, stated_ties, weights_apart
 from fulldepth.skip.exports.fold import Folding
@@ -147,6 +148,7 @@ def save(
         FulldepthError: if a weight is missing, left over or of another shape.
     """
     config.dtype = draft.model.dtype
+    make_plain(config)
     draft.notes.extend(withdraw_promises(config, weights))
     if weights_apart(draft.model):
         state_untied(config)
