@@ -64,7 +64,7 @@ from fulldepth.hf.run_checkpoints import (
 )
 from fulldepth.hf.scalars import GRANULARITIES, Block, Scalars
 from fulldepth.hf.surgery import Switches, skipping
-from fulldepth.hf.truncation import cut_config, truncated, without_layers
+from fulldepth.hf.truncation import check_depth, cut_config, truncated, without_layers
 
 __all__ = [
     "EXIT_HEADS",
@@ -87,6 +87,7 @@ __all__ = [
     "available_memory",
     "begin_checkpoint",
     "body_inputs",
+    "check_depth",
     "check_exit_heads",
     "checkpoint_of",
     "copy_to_exit_heads",

@@ -5,10 +5,11 @@ Its logits are those of stopping at layer E: final norm and head applied to `h_E
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -85,6 +86,7 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
     remaining = [*range(1, layers + 1)]
     if not 1 <= layers <= anatomy.num_layers:
         raise _refusal(anatomy, remaining, f"it has {anatomy.num_layers} layers")
+    check_depth(anatomy)
     whole, order = anatomy.model, anatomy.order
     obstacles = {
         "it is an encoder-decoder": bool(getattr(whole.config, "is_encoder_decoder", False)),
@@ -190,6 +192,25 @@ def cut_config(anatomy: Anatomy, remaining: Sequence[int]) -> CutConfig:
             if name in vars(old):
                 setattr(new, name, vars(old)[name])
     return CutConfig(config, changed, by_list)
+
+
+def check_depth(anatomy: Anatomy) -> None:
+    """Refuse a model with another number of layers than its class makes of its configuration.
+
+    Raises:
+        FulldepthError: with both numbers.
+    """
+    model, blocks = anatomy.model, anatomy.block_list
+    path = next(name for name, module in model.named_modules() if module is blocks)
+    made = len(blocks)
+    with torch.random.fork_rng(devices=[]), init_empty_weights(), suppress(Exception):  # a class may refuse anything
+        made = len(type(model)(copy.deepcopy(model.config)).get_submodule(path))  # type: ignore[arg-type]
+    if made != len(blocks):
+        raise FulldepthError(
+            f"This {type(model).__name__} has {len(blocks)} layers in {path}, and its configuration makes {made}: some "
+            "were removed or added by hand. Set num_hidden_layers and the entries by layer of model.config to them, "
+            "save the model, and load it again."
+        )
 
 
 def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:

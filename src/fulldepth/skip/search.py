@@ -18,7 +18,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Costs, Shape, Variant
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED
-from fulldepth.hf import is_offloaded
+from fulldepth.hf import anatomy_candidates, check_depth, is_offloaded
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, PAGE, Results, versions
@@ -102,6 +102,7 @@ def search(
             process.first(partial(check_folder, folder, KIND, resume))
         checkpoint = open_for(model, settings, process)
         owner, generation = checkpoint.model, None
+        check_depth(anatomy_candidates(owner)[0])  # no export could hold the plan
         if not isinstance(data, Examples):
             tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
         whole = settings.granularity == "layer" and process.is_main and not is_offloaded(owner)

@@ -4,7 +4,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import Anatomy, without_layers
+from fulldepth.hf import Anatomy, check_depth, without_layers
 from fulldepth.skip.exports.formats.checkpoint import Draft, as_stock, as_text
 from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
@@ -45,6 +45,7 @@ def check_format(model: PreTrainedModel, plan: Plan, format: Format) -> Anatomy:
     anatomy = find_anatomy(model)
     if anatomy.task != "causal-lm":
         raise FulldepthError(f"Only language models can be exported; {type(model).__name__} is not one.")
+    check_depth(anatomy)
     stock = as_stock(model)
     if format.reader == "stock" and not type(stock).__module__.startswith("transformers."):
         raise FulldepthError(
