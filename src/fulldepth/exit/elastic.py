@@ -33,6 +33,7 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.asked_outputs import asked_outputs, make_plain, restore_outputs
 from fulldepth.hf.checkpoint_folder import (
+    check_free,
     check_target,
     copy_files,
     count_parameters,
@@ -41,6 +42,7 @@ from fulldepth.hf.checkpoint_folder import (
     publish_older_names,
     publish_older_tokenizer,
     save_tokenizer,
+    size_of,
     strip_foreign_code,
 )
 from fulldepth.hf.file_checks import PROCESSOR_FILES
@@ -116,6 +118,7 @@ def export_layers(
         make_plain(cut.config)
         withdrawn = withdraw_promises(cut.config, cut.state_dict())
         stock, notes = type(cut).__module__.startswith("transformers."), [reason, *withdrawn, *checkpoint.warnings]
+        check_free(target, size_of(cut))
         with folder_to_be(target) as folder:
             with generation_settings(cut, folder), silent():
                 cut.save_pretrained(folder)
