@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers as tf
@@ -9,6 +11,8 @@ from torch.testing import assert_close
 
 import tiny_models
 from fulldepth import exit
+from fulldepth.evaluation.harness import layered_model
+from fulldepth.execution import find_anatomy
 from fulldepth.hf import load_checkpoint
 from fulldepth.skip.exports.export import export
 from json_files import read_json, write_json
@@ -77,3 +81,16 @@ def test_exports_of_first_layers_keep_the_output_layer(mislabelled, unproven, tm
     assert read_json(made.path / "config.json")["tie_word_embeddings"] is False
     assert any("tie_word_embeddings" in note for note in made.notes)
     assert_close(logits(stock(made.path)), logits(stock(mislabelled), blocks=2))
+
+
+def test_the_harness_ties_no_weights_of_a_model_that_is_passed_in(mislabelled):
+    model = stock(mislabelled).eval()
+    before = logits(model)
+    head = model.lm_head.weight
+    reader = SimpleNamespace(anatomy=find_anatomy(model), layers=[model.config.num_hidden_layers])
+    layered_model(reader, tokenizer(), {}, batch_size=1)
+    assert model.lm_head.weight is head
+    assert_close(logits(model), before)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()  # as before the evaluation
+    assert model.lm_head.weight is model.model.embed_tokens.weight

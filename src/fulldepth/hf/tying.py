@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +54,16 @@ def state_ties(model: PreTrainedModel) -> str | None:
         target: source for target, source in model.all_tied_weights_keys.items() if target not in apart
     }
     return UNTIED
+
+
+@contextmanager
+def keeping_ties(model: PreTrainedModel) -> Iterator[None]:
+    """Inside `with`, `tie_weights` does nothing: by the configuration it may drop an output layer of its own."""
+    vars(model)["tie_weights"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        vars(model).pop("tie_weights")
 
 
 def state_untied(config: PreTrainedConfig) -> None:
