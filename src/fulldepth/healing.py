@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from fulldepth.errors import FulldepthError, needing
 from fulldepth.files import locked
 from fulldepth.hf import pick_device
+from fulldepth.hf.checkpoint_folder import check_free, size_of
 from fulldepth.processor import has_bfloat16
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
@@ -23,6 +24,7 @@ from fulldepth.skip import (
     VALIDATION,
     Healing,
     Plan,
+    finish_gguf,
     refit,
     save_healed,
     with_model,
@@ -32,6 +34,8 @@ from fulldepth.skip import (
 )
 from fulldepth.training import train
 
+KEPT_SHARE = 0.5
+"""Least share of a model's weights that a plan is taken to keep."""
 MANY = 4
 """Passes over the same text up to which training hardly repeats itself (Muennighoff et al., 2023)."""
 
@@ -59,6 +63,7 @@ def heal(
         data: as for `fulldepth.skip.search`.
         output: folder to create: the checkpoint, and `results.json`, `results.parquet` and `report.html`. Until it is
             complete, `OUTPUT-work` beside it holds what an interrupted healing goes on from when it is called again.
+            Where only the GGUF file failed, the same call writes it from this folder.
         settings: fields of `HealSettings` as keywords, or an instance.
         watcher: receives progress.
         tokenizer: as for `search`.
@@ -71,6 +76,10 @@ def heal(
         FulldepthError: as `fulldepth.skip.refit` and `export`; if `output` exists, or peft is needed and not installed.
     """
     target = Path(output)
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    if target.exists() and (results := finish_gguf(plan, model, target, settings)) is not None:
+        shutil.rmtree(target.with_name(f"{target.name}-work"), ignore_errors=True)
+        return results
     if target.exists():
         raise FulldepthError(f"{target} exists already; a checkpoint is never written over anything.")
     if settings.steps and (settings.revision is not None or not isinstance(model, str | Path)):
@@ -82,7 +91,9 @@ def heal(
         cuda = pick_device(settings.device).type == "cuda"
         fast = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else has_bfloat16()
         settings = settings.model_copy(update={"precision": "autocast" if fast else "float32"})
-    plan, work = plan if isinstance(plan, Plan) else Plan.load(plan), target.with_name(f"{target.name}-work")
+    work = target.with_name(f"{target.name}-work")
+    copies = 4 if settings.steps else 1  # the result; while it is trained its start, the trained model, the control
+    check_free(target, KEPT_SHARE * copies * size_of(model, settings.revision))
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
     with locked(work):
         healing = refit(plan, model, data, settings=settings, **opened)

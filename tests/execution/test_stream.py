@@ -107,3 +107,19 @@ def test_a_model_that_sees_the_next_token_has_no_lens(decodes):
     found = verify(anatomy_candidates(model), zoo.inputs(model, seed=1), optional=("head",))
     assert (found.classifier is not None) is decodes
     assert ("reads later tokens" in found.unproven.get("head", "")) is not decodes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "olmo2"])
+@pytest.mark.parametrize("order", [(0, 1, 0, 1), (0, 1, 1, 2, 2)])
+def test_a_module_may_stand_in_several_places_of_the_list(name, order):
+    model = tiny_models.build(name)
+    model.model.layers = torch.nn.ModuleList([model.model.layers[index] for index in order])
+    model.config.num_hidden_layers = len(order)
+    inputs = tiny_models.inputs(model)
+    found = verify(anatomy_candidates(model), inputs, optional=("branches",))
+    assert found.anatomy.num_layers == len(order)
+    with capture(found.anatomy, ["residual"]) as activations:
+        states = model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
+        for got, state in zip(activations["residual"][:-1], states[:-1], strict=True):
+            assert_close(got, state)

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 import tiny_models
 from exit.conftest import sharpened, taught
+from families import zoo
 from fulldepth import exit
 from refusals import refused
 from skip.word_tokenizer import checkpoint, tokenizer
@@ -75,3 +76,10 @@ def test_a_damaged_tokenizer_is_not_copied(tmp_path, without_fresh_process):
     with refused(r"tokenizer\.json"):
         exit.export_layers(tmp_path / "model", tmp_path / "x", layers=1)
     assert not (tmp_path / "x").exists()
+
+
+def test_a_model_that_cannot_be_cut_is_refused_before_it_is_measured(tmp_path, texts, monkeypatch):
+    monkeypatch.setattr("fulldepth.exit.elastic.read", lambda *_: pytest.fail("the model was measured first"))
+    options = {"effective_depth": 0.1, "data": texts, "tokenizer": tokenizer()}
+    with refused("embed_tokens_per_layer"):
+        exit.export_layers(zoo.build("gemma4_text", "causal-lm"), tmp_path / "x", **options)

@@ -15,7 +15,7 @@ from tiny_models import seeded, strengthened
 VOCAB, LENGTH = 96, 16
 
 VALUES = {
-    VOCAB: "vocab_size n_words",
+    VOCAB: "vocab_size n_words vocab_size_per_layer_input",
     32: "hidden_size d_model n_embd dim embed_dim n_embed model_dim emb_dim image_size",
     20: "embedding_size word_embed_proj_dim",
     24: "lru_width",
@@ -27,7 +27,7 @@ VALUES = {
     "type_vocab_size mamba_expand eos_token_id sep_token_id",
     12: "head_dim kv_channels attention_head_dim qkv_head_dim qk_head_dim",
     8: "rotary_dim qk_rope_head_dim sliding_window attention_window patch_size mamba_d_state state_size "
-    "linear_key_head_dim",
+    "linear_key_head_dim hidden_size_per_layer_input",
     10: "kv_lora_rank linear_value_head_dim",
     6: "v_head_dim",
     16: "q_lora_rank mamba_d_head mamba_head_dim moe_intermediate_size",
@@ -36,11 +36,12 @@ VALUES = {
     64: "hidden_dim mamba_d_ssm",
     1: "n_group topk_group n_shared_experts first_k_dense_replace mamba_n_groups n_groups bos_token_id cls_token_id",
     128: "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length",
-    0: "pad_token_id",
+    0: "pad_token_id num_kv_shared_layers",
 }
 SMALL = {name: value for value, names in VALUES.items() for name in names.split()}
 """Field of a configuration -> its value here; no two widths that may differ are the same."""
 LATENT = {"head_dim": None, "num_key_value_heads": 4}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 TIED_HEADS = {"head_dim": 8}
 """Of types whose heads have D / H channels whatever the configuration says."""
 TIED_EMBEDDINGS = {"embedding_size": 32}
@@ -48,11 +49,25 @@ TIED_EMBEDDINGS = {"embedding_size": 32}
 SWIN = {"image_size": 64, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 SPECIAL = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), LATENT),
-    **dict.fromkeys(("axk1", "axk2", "mistral4"), LATENT),
+    **dict.fromkeys(("axk1", "axk2", "mistral4", "deepseek_v32", "glm_moe_dsa"), LATENT),
+    **dict.fromkeys(("dots3_note", "dots3_note_text"), LATENT),
     **dict.fromkeys(("helium", "pixtral"), TIED_HEADS),
     **dict.fromkeys(("squeezebert", "bit", "regnet", "resnet"), TIED_EMBEDDINGS),
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
-    "zamba": {"num_hidden_layers": 3},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]]},
+    "mamba2": {"head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "kimi_linear": {**LATENT, **EXPERTS, "linear_head_dim": 8, "linear_num_heads": 4},
+    "bailing_hybrid": {**LATENT, **EXPERTS, "head_dim": 8, "topk_group": 1, "n_group": 1},
+    "longcat_flash": {**LATENT, "head_dim": 8, "zero_expert_num": 2, "expert_ffn_hidden_size": 16},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     **dict.fromkeys(("swin", "swinv2", "donut-swin"), SWIN),
     "levit": {"image_size": 224, "patch_size": 16},

@@ -13,7 +13,10 @@ import tiny_models
 from families import zoo
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import Switches, anatomy_candidates, truncated
+from fulldepth.skip.exports.formats import FORMATS, check_format
+from fulldepth.skip.search import search
 from refusals import refused
+from skip import planned
 
 
 @torch.no_grad()
@@ -70,3 +73,20 @@ def skipped(layer):
 def test_models_that_cannot_be_cut_are_refused_with_the_reason(model, layers, reason):
     with refused(reason):
         truncated(model(), layers)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_layers_that_were_removed_by_hand_are_refused_with_both_numbers(name, tmp_path):
+    """A measurement needs no configuration; what writes a model does."""
+    model = tiny_models.build(name)
+    anatomy = find_anatomy(model)
+    plan = planned.plan(model, [2], "attention", None)
+    for writes in (lambda: truncated(model, 1), lambda: search(model, [], 1), lambda: apply(plan, model, tmp_path)):
+        del anatomy.block_list[1:2]
+        with refused(r"has [12] layers in \S+, and its configuration makes 3"):
+            writes()
+        anatomy.block_list.append(anatomy.block_list[0])
+
+
+def apply(plan, model, folder):
+    return check_format(model, plan, FORMATS["folded"])

@@ -16,6 +16,7 @@ from fulldepth.architectures import SKIPPED
 from fulldepth.data.examples import Examples
 from fulldepth.execution import find_anatomy
 from fulldepth.progress import Watcher
+from fulldepth.skip.exports.export import export
 from fulldepth.skip.exports.fold import scaled_logits
 from fulldepth.skip.search import search
 from refusals import refused
@@ -228,3 +229,15 @@ def test_what_cannot_be_searched_is_refused(model, words, changes):
     data = Examples(given.pop("train"), given.pop("heldout"), examples.meta)
     with refused(words):
         find(given.pop("model"), data, **given)
+
+
+def test_a_search_of_layers_says_first_what_no_export_will_hold(unproven, tmp_path):
+    """The scale of DiffLlama's attention follows from the number of the layer."""
+    told = []
+    watcher = Watcher(say=told.append, begin=lambda title, total: told.append(title))
+    model = zoo.build("diffllama", "causal-lm")
+    plan = find(model, plain.examples(4, 4), 1, granularity="layer", search="given", given=[2], watcher=watcher)
+    assert "exported as folded only" in told[0]
+    with refused("other logits than within the model. Use --format folded"):
+        export(plan, model, "layer", tmp_path / "layer")
+    assert export(plan, model, "folded", tmp_path / "folded").path.is_dir()

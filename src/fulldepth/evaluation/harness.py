@@ -31,6 +31,7 @@ from fulldepth.execution.hooks import capture
 from fulldepth.files import write_text
 from fulldepth.hf import Anatomy, Classifier
 from fulldepth.hf.truncation import truncated
+from fulldepth.hf.tying import keeping_ties
 from fulldepth.progress import Watcher
 
 SEED, PYTHON_SEED = 1234, 0
@@ -342,7 +343,7 @@ def layered_model(
     from lm_eval.models.huggingface import HFLM  # noqa: PLC0415  # an extra
 
     kind: Any = type("LayeredHFLM", (LayeredAnswers, HFLM), {})
-    with quiet():
+    with quiet(), keeping_ties(reader.anatomy.model):
         lm = kind(pretrained=reader.anatomy.model, tokenizer=tokenizer, batch_size=batch_size)
     lm.reader, lm.layer, lm.answers, lm.title, lm.cut = reader, reader.layers[-1], answers, title, 0
     lm.watcher = watcher or Watcher()

@@ -166,7 +166,8 @@ def is_close(got: Tensor, expected: Tensor) -> bool:
 def prove_stream(anatomy: Anatomy, trace: Trace) -> tuple[Anatomy, Tensor]:
     """Verify that each block reads the previous block's output.
 
-    Every block must run; blocks that run several times (shared blocks) have one layer for each call. The anatomy may
+    Every block must run; blocks that run several times (shared blocks, also in several places of the list) have one
+    layer for each call. The anatomy may
     declare exceptions: trees (a block reads a sum of earlier outputs) and DETR with auxiliary losses (the final norm
     is applied between blocks).
 
@@ -183,15 +184,15 @@ def prove_stream(anatomy: Anatomy, trace: Trace) -> tuple[Anatomy, Tensor]:
     """
     blocks = list(anatomy.block_list)
     path = anatomy.family.blocks
-    number = {block: index for index, block in enumerate(blocks)}
+    number = {block: index for index, block in reversed([*enumerate(blocks)])}  # one module may stand in several places
     calls = [call for call in trace.calls if call.module in number]
     order = tuple(number[call.module] for call in calls)
-    silent = [index for index in range(len(blocks)) if index not in order]
+    silent = sorted({*number.values()} - {*order})
     if silent:
         raise FulldepthError(
-            f"{len(silent)} of the {len(blocks)} blocks of {path} do not run (first: number {silent[0]})"
+            f"{len(silent)} of the {len(number)} blocks of {path} do not run (first: number {silent[0]})"
         )
-    if len(order) == len(blocks) and list(order) != sorted(order):
+    if len(order) == len(number) and list(order) != sorted(order):
         raise FulldepthError(f"the blocks of {path} run in the order {one_line(list(order), 100)}")
     _check_beginning(anatomy, trace, calls)
     shapes = {tuple(state.shape) for call in calls for state in (call.given, call.gave)}

@@ -31,7 +31,9 @@ from fulldepth.hf import (
     truncated,
     unwrapped,
 )
+from fulldepth.hf.asked_outputs import asked_outputs, make_plain, restore_outputs
 from fulldepth.hf.checkpoint_folder import (
+    check_free,
     check_target,
     copy_files,
     count_parameters,
@@ -40,9 +42,11 @@ from fulldepth.hf.checkpoint_folder import (
     publish_older_names,
     publish_older_tokenizer,
     save_tokenizer,
+    size_of,
     strip_foreign_code,
 )
 from fulldepth.hf.file_checks import PROCESSOR_FILES
+from fulldepth.hf.promises import withdraw_promises
 from fulldepth.progress import Watcher
 from fulldepth.settings.exit import LayersSettings
 from fulldepth.settings.keywords import takes_settings
@@ -111,12 +115,16 @@ def export_layers(
         anatomy = find_anatomy(checkpoint.model)
         layers, reason = _choose(checkpoint, anatomy, settings, data, tokenizer, watcher)
         cut = truncated(anatomy, layers)
-        stock, notes = type(cut).__module__.startswith("transformers."), [reason]
+        make_plain(cut.config)
+        withdrawn = withdraw_promises(cut.config, cut.state_dict())
+        stock, notes = type(cut).__module__.startswith("transformers."), [reason, *withdrawn, *checkpoint.warnings]
+        check_free(target, size_of(cut))
         with folder_to_be(target) as folder:
             with generation_settings(cut, folder), silent():
                 cut.save_pretrained(folder)
             save_exit_heads(cut, folder)
             publish_older_names(folder)
+            notes += restore_outputs(asked_outputs(checkpoint.model), folder)
             if anatomy.family.modality == "images":
                 if not copy_files(PROCESSOR_FILES, checkpoint.name, folder, settings.revision):
                     notes.append("No image processor was found with the checkpoint.")
@@ -153,6 +161,7 @@ def _choose(
                 f"{type(checkpoint.model).__name__} has {num_layers} layers, so its first {layers} cannot be exported."
             )
         return layers, f"The first {layers} of {num_layers} layers."
+    check_cut(anatomy)
     subject = prepare_subject(checkpoint, data, settings, tokenizer)
     readings = read(subject, (), settings, watcher)
     if reason := no_advice(subject, readings):
@@ -164,6 +173,19 @@ def _choose(
         f"accuracy on {subject.sequences.name} ({kept:.1%} and {full:.1%}; by the estimates alone {plain}, 95 % "
         f"interval {low} to {layers})."
     )
+
+
+def check_cut(anatomy: Anatomy) -> None:
+    """Refuse a model that can be cut neither behind half of its layers nor before the last one, before it is measured.
+
+    Raises:
+        FulldepthError: as `hf.truncated`.
+    """
+    last = anatomy.num_layers - 1
+    try:
+        truncated(anatomy, max(1, last))
+    except FulldepthError:
+        truncated(anatomy, max(1, last // 2))
 
 
 @torch.no_grad()

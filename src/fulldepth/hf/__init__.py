@@ -66,7 +66,7 @@ from fulldepth.hf.run_checkpoints import (
 )
 from fulldepth.hf.scalars import GRANULARITIES, Block, Scalars
 from fulldepth.hf.surgery import Switches, skipping
-from fulldepth.hf.truncation import renumber_layers, slice_lists, truncated
+from fulldepth.hf.truncation import check_depth, cut_config, truncated, without_layers
 
 __all__ = [
     "CACHE_NAMES",
@@ -92,9 +92,11 @@ __all__ = [
     "body_inputs",
     "cache_argument",
     "cache_in",
+    "check_depth",
     "check_exit_heads",
     "checkpoint_of",
     "copy_to_exit_heads",
+    "cut_config",
     "depth_of",
     "device_of",
     "drop_checkpoints",
@@ -129,7 +131,6 @@ __all__ = [
     "packaged",
     "pick_device",
     "pick_dtype",
-    "renumber_layers",
     "restore_exit_heads",
     "rows_of",
     "sample_inputs",
@@ -140,7 +141,6 @@ __all__ = [
     "settle_checkpoints",
     "silent",
     "skipping",
-    "slice_lists",
     "stacked_experts",
     "task_of",
     "text_config",
@@ -149,4 +149,5 @@ __all__ = [
     "unused_positions",
     "unwrapped",
     "uses_fsdp",
+    "without_layers",
 ]

@@ -7,6 +7,7 @@ compute another model.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -21,9 +22,16 @@ from transformers import GenerationConfig, PreTrainedModel
 from fulldepth.architectures.skipped import older_rope
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, atomic_folder, read_json, remove_leftovers
-from fulldepth.hf.file_checks import TOKENIZER_FILES, TOKENIZER_TEXTS, check_tokenizer_files, stored_file
-from fulldepth.hf.gguf import find_gguf
+from fulldepth.hf.file_checks import (
+    TOKENIZER_FILES,
+    TOKENIZER_TEXTS,
+    check_model_files,
+    check_tokenizer_files,
+    stored_file,
+)
+from fulldepth.hf.gguf import find_gguf, packaged, read_header
 from fulldepth.hf.load import find_tokenizer, load_tokenizer
+from fulldepth.hf.run_checkpoints import checkpoint_of
 
 COPIED = (*TOKENIZER_FILES, *TOKENIZER_TEXTS, "spiece.model", "sentencepiece.bpe.model", "chat_template.json")
 """Files that transformers reads tokenizers from."""
@@ -43,6 +51,34 @@ def check_target(target: Path, suffix: str | None = None) -> None:
         raise FulldepthError(f"This export is one file: name it with {suffix} at the end, not {target}.")
     if target.exists() or target.is_symlink():
         raise FulldepthError(f"{target} exists already; an export is never written over anything. Choose another name.")
+
+
+def check_free(target: Path, size: float) -> None:
+    """Refuse to start work whose files will not fit on the disk.
+
+    Args:
+        target: the file or folder to create.
+        size: bytes that it needs at least.
+
+    Raises:
+        FulldepthError: with both numbers.
+    """
+    existing = next(parent for parent in target.absolute().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < size:
+        raise FulldepthError(
+            f"{target} needs at least {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {existing}. Name "
+            "another place, or free some."
+        )
+
+
+def size_of(model: PreTrainedModel | str | Path, revision: str | None = None) -> int:
+    """Bytes of a model's weights: in memory, in the files of a checkpoint, or of a GGUF file in half precision."""
+    if isinstance(model, PreTrainedModel):
+        return sum(parameter.nbytes for parameter in model.parameters())
+    where = packaged(str(checkpoint_of(model)))
+    gguf = find_gguf(where)
+    return check_model_files(where, revision).size if gguf is None else 2 * read_header(gguf).weights.elements
 
 
 @contextmanager
@@ -101,7 +137,9 @@ def count_parameters(folder: Path) -> int:
 
 @contextmanager
 def generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
-    """Write the generation settings unchanged: transformers loads some that it refuses to save with a model."""
+    """Write the generation settings as they are, but for multi-token prediction: transformers loads some that it
+    refuses to save with a model.
+    """
     settings = getattr(model, "generation_config", None)  # only models that generate have them
     model.generation_config = GenerationConfig()
     try:
@@ -112,6 +150,9 @@ def generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
         else:
             model.generation_config = settings
     if settings is not None:
+        if getattr(settings, "use_mtp", None):  # needs layers that no export holds
+            settings = copy.copy(settings)
+            settings.use_mtp = None
         settings.to_json_file(folder / "generation_config.json")
 
 

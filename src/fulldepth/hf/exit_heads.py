@@ -209,8 +209,8 @@ def copy_to_exit_heads(anatomy: Anatomy) -> None:
 def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
     """Give a model with the first E layers of another the head of layer E as its own, and the heads before it.
 
-    Their weights are the original's tensors; the bias of the cut model's head becomes zero. A head that was tied to the
-    embeddings is tied no longer. Nothing happens without exit heads.
+    Their weights are the original's tensors; the bias of the cut model's head becomes zero. Nothing
+    happens without exit heads.
     """
     if not has_exit_heads(anatomy.model):
         return
@@ -221,15 +221,6 @@ def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
         output.weight = weights[f"{HEADS}.{last}.weight"]
         if output.bias is not None:
             output.bias = nn.Parameter(torch.zeros_like(output.bias), requires_grad=output.bias.requires_grad)
-    if last < anatomy.num_layers and anatomy.task in ("causal-lm", "masked-lm"):
-        for config in (cut.model.config, cut.model.config.get_text_config()):
-            if getattr(config, "tie_word_embeddings", False):
-                config.tie_word_embeddings = False
-        parameters = dict(cut.model.named_parameters(remove_duplicate=False))
-        ties = getattr(cut.model, "all_tied_weights_keys", {}).items()
-        cut.model.all_tied_weights_keys = {
-            name: source for name, source in ties if parameters[name] is parameters[source]
-        }
     if last > 1:
         kept = {name: weights[name] for name in (f"{HEADS}.{layer}.weight" for layer in range(1, last))}
         _attach(cut.model, kept, output.weight.device, output.weight.dtype)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psutil
@@ -75,6 +76,8 @@ class Weights(NamedTuple):
     """Elements of all tensors."""
     loads_as: torch.dtype | None = None
     """Precision that `auto` loads the weights in; None = as they are stored."""
+    files: Mapping[str, str] = MappingProxyType({})
+    """Name of each stored tensor -> name of its file."""
 
 
 def locate(where: str, name: str, revision: str | None = None) -> Path | None:
@@ -179,6 +182,7 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
     else:
         raise FulldepthError(f"{where} has no file named {WEIGHTS} or {INDEX}.")
     dtypes: dict[str, str] = {}
+    files: dict[str, str] = {}
     size = elements = 0
     for name in names:
         path = locate(where, name, revision)
@@ -191,10 +195,10 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
                         f"{path} holds {one_line(tensor, 200)!r}, which another file of {where} also holds."
                     )
                 stored = file.get_slice(tensor)
-                dtypes[tensor] = stored.get_dtype()
+                dtypes[tensor], files[tensor] = stored.get_dtype(), name
                 elements += prod(stored.get_shape())
         size += path.stat().st_size
-    return Weights(dtypes, size, elements)
+    return Weights(dtypes, size, elements, files=files)
 
 
 def _indexed(path: Path) -> list[str]:

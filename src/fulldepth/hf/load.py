@@ -25,6 +25,7 @@ from transformers import (
 
 from fulldepth.errors import FulldepthError, is_out_of_memory, one_line, unknown
 from fulldepth.hf.anatomy import first_broken_weight
+from fulldepth.hf.asked_outputs import check_outputs, set_aside
 from fulldepth.hf.exit_heads import EXIT_HEADS, find_exit_heads, load_exit_heads
 from fulldepth.hf.file_checks import (
     MOST_EDGE,
@@ -42,6 +43,7 @@ from fulldepth.hf.file_checks import (
 from fulldepth.hf.gguf import find_gguf, load_gguf_config, load_gguf_model, load_gguf_tokenizer, packaged, read_header
 from fulldepth.hf.modes import device_of, silent
 from fulldepth.hf.run_checkpoints import checkpoint_of
+from fulldepth.hf.tying import UNTIED, state_ties, weights_apart
 from fulldepth.processor import check_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -215,10 +217,11 @@ def load_checkpoint(
             f"{where} lacks {len(missing)} weights that {kind} needs (first: {missing[0]}); they would be random. "
             "The checkpoint is incomplete, or its config.json names another class."
         )
-    warnings: tuple[str, ...] = ()
+    set_aside(model)
+    warnings: tuple[str, ...] = () if (untied := state_ties(model)) is None else (untied,)
     if unused := sorted(info["unexpected_keys"]):
         first = one_line(unused[0], 200)
-        warnings = (f"The checkpoint holds {len(unused)} weights that the model does not use (first: {first}).",)
+        warnings += (f"The checkpoint holds {len(unused)} weights that the model does not use (first: {first}).",)
     if gguf is None and getattr(model.config, "quantization_config", None) is None:
         check_stored_types(where, weights, model, unused)
     if target is not None and target.type == "cpu" and model.dtype == torch.bfloat16:
@@ -392,7 +395,9 @@ def open_model(model: str | Path | PreTrainedModel, *, exit_heads: bool = False,
     """
     if isinstance(model, PreTrainedModel):
         _check_float64(device_of(model))
-        return Checkpoint(model, model.name_or_path or type(model).__name__)
+        check_outputs(model)
+        untied = (UNTIED,) if weights_apart(model) else ()
+        return Checkpoint(model, model.name_or_path or type(model).__name__, warnings=untied)
     _check_is_name(model)
     last = checkpoint_of(model)
     checkpoint = load_checkpoint(last, **options)

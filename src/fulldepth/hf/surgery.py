@@ -275,8 +275,11 @@ def _without(outputs: int, index: int | None, identity: bool, *args: Any, **kwar
     """
     states = first_input(args, kwargs)
     cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-    if cache is not None and index is not None:  # one number per token, by its own `update` (windows, beams, crops)
-        entry = cache.layers[index] if index < len(cache.layers) else None
+    entry = cache.layers[index] if cache is not None and index is not None and index < len(cache.layers) else None
+    linear = entry is not None and not hasattr(entry, "update")  # the state of linear attention counts no tokens
+    if (
+        cache is not None and index is not None and not linear
+    ):  # one number per token, by its own `update` (windows, beams, crops)
         blanks = []
         for name in ("keys", "values"):
             # An entry that has a shape keeps it: allocated in advance, or filled while the layer was not skipped.

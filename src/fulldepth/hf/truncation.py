@@ -6,10 +6,12 @@ Its logits are those of stopping at layer E: final norm and head applied to `h_E
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextlib import ExitStack
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import init_empty_weights
@@ -21,14 +23,43 @@ from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, logit
 from fulldepth.hf.exit_heads import cut_exit_heads
 from fulldepth.hf.heads import Classifier, uses_fsdp
 from fulldepth.hf.modes import evaluating, is_offloaded
+from fulldepth.hf.surgery import skipping
+from fulldepth.hf.tying import state_ties
 
 ALLOWED = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest accepted difference from the whole model's states and logits, relative to the largest; 1e-4 for others."""
 
-NOT_PER_LAYER = ("token_id", "token_ids", "architectures", "labels", "section")
+NOT_PER_LAYER = ("token_id", "token_ids", "architectures", "labels", "section", "multipliers", "limit", "mask")
 """Endings of names of lists that never have one entry per layer, even if their length is L."""
-LISTS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_layer_indices")
+LISTS_OF_LAYERS = (
+    "mlp_only_layers",
+    "moe_layers",
+    "full_attn_idxs",
+    "attn_layer_indices",
+    "cross_attention_layers",
+    "hybrid_layer_ids",
+)
 """Lists of layer numbers, from 0."""
+SHARED = "num_kv_shared_layers"
+"""Number of the last layers that read the keys and values of earlier ones."""
+BY_NUMBER = {"per_layer_config": 0, "tree": 0, "scalars": 1}
+"""Mappings whose keys are layer numbers -> the number of the first layer."""
+FIRST = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
+"""Numbers of layers from the first one."""
+DEPTHS = ("decoder_layers", "num_decoder_layers", "num_blocks", "num_layers_per_stack")
+"""Further names of the number of layers: BART and its kin call the encoder's `num_hidden_layers`."""
+PERIODS = (
+    "attn_layer_period",
+    "expert_layer_period",
+    "full_attention_interval",
+    "interleave_moe_layer_step",
+    "layer_group_size",
+    "moe_layer_freq",
+    "moe_layer_interval",
+    "rescale_every",
+    "scale_attn_by_inverse_layer_idx",
+)
+"""Rules by the number of a layer, which hold for the first layers and for no other choice."""
 
 
 def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
@@ -52,8 +83,10 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
             an order that E layers cannot have, and models whose first layers compute something else on their own.
     """
     anatomy = model if isinstance(model, Anatomy) else anatomy_candidates(model)[0]
+    remaining = [*range(1, layers + 1)]
     if not 1 <= layers <= anatomy.num_layers:
-        raise _refusal(anatomy, layers, f"it has {anatomy.num_layers} layers")
+        raise _refusal(anatomy, remaining, f"it has {anatomy.num_layers} layers")
+    check_depth(anatomy)
     whole, order = anatomy.model, anatomy.order
     obstacles = {
         "it is an encoder-decoder": bool(getattr(whole.config, "is_encoder_decoder", False)),
@@ -66,18 +99,11 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
     }
     for reason, holds in obstacles.items():
         if holds:
-            raise _refusal(anatomy, layers, reason)
-    config = _first_layers_config(anatomy, layers)
-    try:
-        with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
-            cut: PreTrainedModel = type(anatomy.model)(config)
-    except Exception as error:
-        raise _refusal(anatomy, layers, f"its class does not accept such a configuration ({error})") from error
+            raise _refusal(anatomy, remaining, reason)
+    cut = _sharing(anatomy, cut_config(anatomy, remaining).config, remaining)
     shorter = replace(anatomy, model=cut)
-    if shorter.num_layers != layers:
-        raise _refusal(anatomy, layers, "its configuration states their number under no known name")
-    _share(anatomy, cut, layers)
     cut_exit_heads(anatomy, shorter)
+    state_ties(cut)
     if hasattr(anatomy.model, "generation_config"):
         cut.generation_config = anatomy.model.generation_config
     cut.train(anatomy.model.training)
@@ -85,70 +111,206 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
     return cut
 
 
-def _refusal(anatomy: Anatomy, layers: int, reason: str) -> FulldepthError:
-    kind = type(anatomy.model).__name__
-    return FulldepthError(f"{kind} cannot be cut to its first {layers} layers: {one_line(reason, 300)}.")
+def without_layers(anatomy: Anatomy, remaining: Sequence[int]) -> PreTrainedModel:
+    """A model of the same class with some of the layers, renumbered, whose weights are the same tensors.
+
+    Before it is returned, its logits are compared with those of the original that skips the other layers, on a small
+    artificial batch.
+
+    Args:
+        anatomy: the model.
+        remaining: 1-based layers, sorted.
+
+    Raises:
+        FulldepthError: if the class does not accept such a configuration, or computes something else with it.
+    """
+    config = cut_config(anatomy, remaining).config
+    cut = _sharing(anatomy, config, remaining).train(anatomy.model.training)
+    inputs = sample_inputs(anatomy)
+    removed = set(range(1, anatomy.num_layers + 1)) - set(remaining)
+    with torch.no_grad(), evaluating(anatomy.model), evaluating(cut), skipping(anatomy, removed, "layer"):
+        given = body_inputs(anatomy, inputs)
+        expected, got = (logits_of(model(**given)) for model in (anatomy.model, cut))
+    if expected is None or got is None or not _agree(expected, got):
+        raise _refusal(anatomy, remaining, "by themselves they give other logits than within the model")
+    return cut
 
 
-def _first_layers_config(anatomy: Anatomy, layers: int) -> PreTrainedConfig:
-    """The configuration of a model, cut to its first layers; the original does not change."""
-    memo: dict[int, Any] = {}
-    config = copy.deepcopy(anatomy.model.config, memo)
-    parts = (config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig)))
-    inner = memo.get(id(anatomy.config)) or next((p for p in parts if p.to_dict() == anatomy.config.to_dict()), None)
-    if inner is None:
-        raise _refusal(anatomy, layers, "the configuration of its layers is no part of the model's")
-    groups, calls = len(anatomy.block_list), anatomy.num_layers
-    if anatomy.family.calls and groups > 1:  # of layers that share weights (ALBERT); call i runs i * groups // calls
-        left = (layers - 1) * groups // calls + 1
-        if any(call * groups // calls != call * left // layers for call in range(layers)):
-            reason = f"its {calls} layers share {groups} groups of weights; use {calls // groups} or a multiple of it"
-            raise _refusal(anatomy, layers, reason)
-        inner.num_hidden_groups = left
+def _refusal(anatomy: Anatomy, remaining: Sequence[int], reason: str) -> FulldepthError:
+    kind, inner = type(anatomy.model).__name__, anatomy.config
+    shared, rules = getattr(inner, SHARED, 0), [name for name in PERIODS if getattr(inner, name, None)]
+    if [*remaining] == [*range(1, len(remaining) + 1)]:
+        what = f"its first {len(remaining)} layers"
+    else:
+        what = f"layers {', '.join(map(str, remaining))}"
+        if rules:
+            reason += f"; what a layer computes follows from its number ({', '.join(rules)})"
+    if shared:
+        reason += f"; its last {shared} layers read the keys and values of earlier ones ({SHARED})"
+    return FulldepthError(f"{kind} cannot be cut to {what}: {one_line(reason, 400)}.")
+
+
+class CutConfig(NamedTuple):
+    """The configuration of some of a model's layers."""
+
+    config: PreTrainedConfig
+    changed: list[str]
+    """Entries besides the number of layers that changed."""
+    by_list: list[str]
+    """Lists with one entry per layer that are not the beginning of the original's."""
+
+
+def cut_config(anatomy: Anatomy, remaining: Sequence[int]) -> CutConfig:
+    """The configuration of a model, cut to some of its layers, as it is when it is read from a file again.
+
+    Raises:
+        FulldepthError: if its class does not accept it.
+    """
+    whole = anatomy.model.config
+    parts = [("", whole), *((name, part) for name, part in vars(whole).items() if isinstance(part, PreTrainedConfig))]
+    own = [name for name, part in parts if part is anatomy.config]
+    own = own or [name for name, part in parts if part.to_dict() == anatomy.config.to_dict()]
+    if not own:
+        raise _refusal(anatomy, remaining, "the configuration of its layers is no part of the model's")
+    entries = whole.to_dict()
+    inner: dict[str, Any] = entries[own[0]] if own[0] else entries
+    changes = _changes(anatomy, inner, remaining)
+    lists = [name for name, value in changes.items() if isinstance(value, list) and isinstance(inner.get(name), list)]
+    by_list = [
+        name for name in lists if name not in LISTS_OF_LAYERS and changes[name] != inner[name][: len(changes[name])]
+    ]
+    changed = sorted(
+        name for name, value in changes.items() if inner[name] != value and name not in _depth_names(anatomy.config)
+    )
+    inner |= changes
     try:
-        remaining = list(range(1, layers + 1))
-        renumbered: dict[str, Any] = {}
-        for name in ("skipped_attention", "skipped_mlp"):  # numbers from 1
-            if isinstance(numbers := getattr(inner, name, None), list):
-                renumbered[name] = [layer for layer in numbers if layer <= layers]
-        for name, first in {"tree": 0, "scalars": 1}.items():  # entries by the number, which starts at `first`
-            if isinstance(entries := getattr(inner, name, None), dict):
-                renumbered[name] = {key: entry for key, entry in entries.items() if int(key) - first < layers}
-        if getattr(inner, "decoder_layers", None) == calls:  # BART and its kin call the encoder's num_hidden_layers
-            renumbered["decoder_layers"] = layers
-        if isinstance(scale := getattr(inner, "stream_scale", None), list):
-            renumbered["stream_scale"] = scale[: 2 * layers + 1]
-        if isinstance(shared := getattr(inner, "num_kv_shared_layers", None), int):  # counted from the last layer
-            renumbered["num_kv_shared_layers"] = max(0, shared - (calls - layers))
-        kinds = getattr(inner, "attention_layers", None)
-        if isinstance(kinds, list | tuple) and hasattr(inner, "attention_types"):  # GPT-Neo
-            renumbered["attention_types"] = [[[kind], 1] for kind in kinds[:layers]]
-        slice_lists(inner, remaining, calls)
-        renumber_layers(inner, remaining, calls)
-        for name, value in renumbered.items():
-            setattr(inner, name, value)
-    except Exception as error:  # configurations check their entries when they are set
-        raise _refusal(anatomy, layers, f"its configuration does not accept it: {error}") from error
-    return config
+        config = type(whole).from_dict(json.loads(json.dumps(entries)))
+    except Exception as error:  # configurations check their entries
+        raise _refusal(anatomy, remaining, f"its configuration does not accept it: {error}") from error
+    for new, old in zip(_configs(config), _configs(whole), strict=True):
+        for name in ("_attn_implementation_internal", "_experts_implementation_internal"):
+            if name in vars(old):
+                setattr(new, name, vars(old)[name])
+    return CutConfig(config, changed, by_list)
 
 
-def _share(anatomy: Anatomy, cut: PreTrainedModel, layers: int) -> None:
-    """Put the original's parameters and buffers in place of the cut model's, by name."""
+def check_depth(anatomy: Anatomy) -> None:
+    """Refuse a model with another number of layers than its class makes of its configuration.
+
+    Raises:
+        FulldepthError: with both numbers.
+    """
+    model, blocks = anatomy.model, anatomy.block_list
+    path = next(name for name, module in model.named_modules() if module is blocks)
+    made = len(blocks)
+    with torch.random.fork_rng(devices=[]), init_empty_weights(), suppress(Exception):  # a class may refuse anything
+        made = len(type(model)(copy.deepcopy(model.config)).get_submodule(path))  # type: ignore[arg-type]
+    if made != len(blocks):
+        raise FulldepthError(
+            f"This {type(model).__name__} has {len(blocks)} layers in {path}, and its configuration makes {made}: some "
+            "were removed or added by hand. Set num_hidden_layers and the entries by layer of model.config to them, "
+            "save the model, and load it again."
+        )
+
+
+def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """A configuration and its parts, in the order of their names."""
+    parts = sorted((name, part) for name, part in vars(config).items() if isinstance(part, PreTrainedConfig))
+    return [config, *(inner for _, part in parts for inner in _configs(part))]
+
+
+def _depth_names(config: PreTrainedConfig) -> set[str]:
+    """Names under which a configuration may state its number of layers."""
+    return {"num_hidden_layers", config.attribute_map.get("num_hidden_layers", "num_hidden_layers"), *DEPTHS}
+
+
+def _changes(anatomy: Anatomy, entries: Mapping[str, Any], remaining: Sequence[int]) -> dict[str, Any]:
+    """The entries of a configuration that are others for some of its layers.
+
+    Lists with one entry per layer are cut, lists and mappings of layer numbers renumbered, numbers of layers from the
+    first one or to the last one (`num_kv_shared_layers`) counted again.
+    """
+    calls, left = anatomy.num_layers, len(remaining)
+    changes: dict[str, Any] = {name: left for name in _depth_names(anatomy.config) if entries.get(name) == calls}
+    for name, value in entries.items():
+        if name in LISTS_OF_LAYERS and isinstance(value, list):
+            changes[name] = [new for new, layer in enumerate(remaining) if layer - 1 in value]
+        elif isinstance(value, list) and len(value) == calls and not name.endswith(NOT_PER_LAYER):
+            changes[name] = [value[layer - 1] for layer in remaining]
+        elif name in BY_NUMBER and isinstance(value, dict):
+            first, by_number = BY_NUMBER[name], {int(key): entry for key, entry in value.items()}
+            numbers = {layer - 1 + first: new + first for new, layer in enumerate(remaining)}
+            changes[name] = {str(numbers[number]): entry for number, entry in by_number.items() if number in numbers}
+        elif name in FIRST and isinstance(value, int):
+            changes[name] = sum(layer <= value for layer in remaining)
+    for name in ("skipped_attention", "skipped_mlp"):  # numbers from 1
+        if isinstance(skipped := entries.get(name), list):
+            changes[name] = [new for new, layer in enumerate(remaining, start=1) if layer in skipped]
+    if isinstance(scale := entries.get("stream_scale"), list):
+        changes["stream_scale"] = scale[: 2 * left + 1]
+    if len(stages := entries.get("stage_names") or ()) == calls + 1 and "out_indices" in entries:  # of backbones
+        kept = [new for new, layer in enumerate(remaining, start=1) if layer in entries["out_indices"]] or [left]
+        names = stages[: left + 1]
+        changes |= {"stage_names": names, "out_indices": kept, "out_features": [names[index] for index in kept]}
+    if isinstance(shared := entries.get(SHARED), int):
+        changes[SHARED] = sum(layer > calls - shared for layer in remaining)
+    if isinstance(last := entries.get("moe_layer_end_index"), int):
+        changes["moe_layer_end_index"] = sum(layer - 1 <= last for layer in remaining) - 1
+    if isinstance(kinds := entries.get("attention_layers"), list) and "attention_types" in entries:  # GPT-Neo
+        changes["attention_types"] = [[[kinds[layer - 1]], 1] for layer in remaining]
+    if (step := entries.get("decoder_sparse_step")) is not None and "mlp_only_layers" in changes:
+        dense = {index for index in range(calls) if index in entries["mlp_only_layers"] or (index + 1) % step}
+        changes["decoder_sparse_step"] = 1
+        changes["mlp_only_layers"] = [new for new, layer in enumerate(remaining) if layer - 1 in dense]
+    if anatomy.family.calls and len(anatomy.block_list) > 1:
+        changes["num_hidden_groups"] = _groups_left(anatomy, remaining)
+    return changes
+
+
+def _groups_left(anatomy: Anatomy, remaining: Sequence[int]) -> int:
+    """Number of groups of weights that the layers of ALBERT use; call i runs group i * groups // calls."""
+    groups, calls, left = len(anatomy.block_list), anatomy.num_layers, len(remaining)
+    used = (left - 1) * groups // calls + 1
+    if any(call * groups // calls != call * used // left for call in range(left)):
+        reason = f"its {calls} layers share {groups} groups of weights; use {calls // groups} or a multiple of it"
+        raise _refusal(anatomy, remaining, reason)
+    return used
+
+
+def _sharing(anatomy: Anatomy, config: PreTrainedConfig, remaining: Sequence[int]) -> PreTrainedModel:
+    """A model of the same class whose parameters and buffers are the original's tensors, by name."""
+    try:
+        with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+            cut: PreTrainedModel = type(anatomy.model)(config)
+    except Exception as error:
+        raise _refusal(anatomy, remaining, f"its class does not accept such a configuration ({error})") from error
+    if replace(anatomy, model=cut).num_layers != len(remaining):
+        raise _refusal(anatomy, remaining, "its configuration states their number under no known name")
+    prefix = next(name for name, module in anatomy.model.named_modules() if module is anatomy.block_list)
+    numbered = re.compile(rf"{re.escape(prefix)}\.(\d+)\.")
     parameters = dict(anatomy.model.named_parameters(remove_duplicate=False))
     own = parameters | dict(anatomy.model.named_buffers(remove_duplicate=False))
     device = next(iter(parameters.values())).device
     named = [*cut.named_parameters(remove_duplicate=False), *cut.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         path, _, attribute = name.rpartition(".")
-        owner, shared = cut.get_submodule(path), own.get(name)
+        source = numbered.sub(lambda found: f"{prefix}.{remaining[int(found[1])] - 1}.", name, count=1)
+        owner, shared = cut.get_submodule(path), own.get(source)
         same = shared is not None and shared.shape == tensor.shape
         if attribute in owner._buffers:
             owner._buffers[attribute] = shared if same else tensor.to(device)
         elif same:
             owner._parameters[attribute] = shared  # type: ignore[assignment]
         else:
-            reason = f"its class then needs the weight {name} of the shape {tuple(tensor.shape)}, which the model lacks"
-            raise _refusal(anatomy, layers, f"{reason} (adapters have to be merged first)")
+            shape = tuple(tensor.shape)
+            if shared is None:
+                reason = f"its class then needs the weight {name} of the shape {shape}, which the model lacks"
+                reason += " (adapters have to be merged first)"
+            else:
+                reason = f"its weight {source} has the shape {tuple(shared.shape)}, and {shape} with fewer layers"
+            raise _refusal(anatomy, remaining, reason)
+    state_ties(cut)
+    return cut
 
 
 @torch.no_grad()
@@ -166,9 +328,14 @@ def _prove(anatomy: Anatomy, cut: Anatomy, layers: int) -> None:
                 read = own.tokens(expected) if own.per_token else own.sequences(expected, mask)
                 pairs["logits"] = read, logits
     for name, (one, other) in pairs.items():
-        allowed = ALLOWED.get(one.dtype, 1e-4) * float(one.abs().max())
-        if one.shape != other.shape or not float((one.double() - other.double()).abs().max()) <= allowed:
-            raise _refusal(anatomy, layers, f"by themselves they give other {name} than within the model")
+        if not _agree(one, other):
+            raise _refusal(anatomy, range(1, layers + 1), f"by themselves they give other {name} than within the model")
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal up to rounding in their precision."""
+    allowed = ALLOWED.get(one.dtype, 1e-4) * float(one.abs().max())
+    return one.shape == other.shape and float((one.double() - other.double()).abs().max()) <= allowed
 
 
 def _state_at(anatomy: Anatomy, layer: int, inputs: Mapping[str, Any]) -> Tensor:
@@ -183,58 +350,3 @@ def _state_at(anatomy: Anatomy, layer: int, inputs: Mapping[str, Any]) -> Tensor
             hooks.callback(block.register_forward_hook(keep).remove)
         anatomy.body(**body_inputs(anatomy, inputs))
     return anatomy.stream(states[layer - 1])
-
-
-def slice_lists(config: PreTrainedConfig, remaining: list[int], num_layers: int) -> list[str]:
-    """Cut a configuration to the remaining layers, in place.
-
-    Args:
-        config: of a model of `num_layers` layers.
-        remaining: 1-based layers.
-        num_layers: L.
-
-    Returns:
-        The names of the lists that had one entry per layer.
-    """
-    values = {
-        name: type(value)(value[layer - 1] for layer in remaining)
-        for name, value in vars(config).items()
-        if isinstance(value, list | tuple)
-        and len(value) == num_layers
-        and not name.endswith(NOT_PER_LAYER)
-        and name not in LISTS_OF_LAYERS
-    }
-    for name, value in {"num_hidden_layers": len(remaining), **values}.items():
-        setattr(config, name, value)
-    return sorted(values)
-
-
-def renumber_layers(config: PreTrainedConfig, remaining: list[int], num_layers: int) -> list[str]:
-    """Renumber the remaining layers in a configuration's lists of layer numbers, in place.
-
-    `mlp_only_layers` and `decoder_sparse_step` (Qwen's mixtures of experts) become a list alone,
-    `first_k_dense_replace` (DeepSeek) counts the remaining dense layers, the other lists keep the remaining layers.
-    Other rules are left unchanged; weights that do not fit them are refused when the checkpoint is written.
-
-    Args:
-        config: of a model of `num_layers` layers.
-        remaining: 1-based layers.
-        num_layers: L.
-
-    Returns:
-        The names of the entries that changed.
-    """
-    before = {name: getattr(config, name) for name in LISTS_OF_LAYERS if isinstance(getattr(config, name, None), list)}
-    after: dict[str, Any] = {
-        name: [new for new, layer in enumerate(remaining) if layer - 1 in numbers] for name, numbers in before.items()
-    }
-    if (step := getattr(config, "decoder_sparse_step", None)) is not None and "mlp_only_layers" in before:
-        dense = {index for index in range(num_layers) if index in before["mlp_only_layers"] or (index + 1) % step}
-        before["decoder_sparse_step"], after["decoder_sparse_step"] = step, 1
-        after["mlp_only_layers"] = [new for new, layer in enumerate(remaining) if layer - 1 in dense]
-    if (first := getattr(config, "first_k_dense_replace", None)) is not None:
-        before["first_k_dense_replace"] = first
-        after["first_k_dense_replace"] = sum(layer <= first for layer in remaining)
-    for name, value in after.items():
-        setattr(config, name, value)
-    return [name for name, value in after.items() if value != before[name]]

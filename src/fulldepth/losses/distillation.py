@@ -58,9 +58,15 @@ class Distillation(Term):
         self._teacher = teacher = Classifier(find_anatomy(opened.model))
         ours, theirs = anatomy.vocab_size, teacher.anatomy.vocab_size
         if ours != theirs or teacher.anatomy.task != anatomy.task:
+            padded = (
+                " If both have the same tokenizer, the larger vocabulary is padded with rows without tokens: enlarge "
+                f"the other (model.resize_token_embeddings({max(ours or 0, theirs or 0)}) of transformers) and save it."
+            )
             raise FulldepthError(
                 f"The teacher {opened.name} predicts one of {theirs} tokens ({teacher.anatomy.task}), the model one of "
                 f"{ours} ({anatomy.task}). Distillation needs a teacher with the same vocabulary."
+                + padded
+                * (teacher.anatomy.task == anatomy.task)
             )
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,13 @@ class Settings(pydantic.BaseModel):
     described_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Setting -> others that describe its value; a source that changes it drops what earlier sources say of those."""
 
+    @classmethod
+    def without_outdated(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Earlier values, without those that describe a value which a later source changes."""
+        changed = [key for key in cls.described_by if key in above and key in below and above[key] != below[key]]
+        outdated = {name for key in changed for name in cls.described_by[key]}
+        return {key: value for key, value in below.items() if key not in outdated}
+
 
 S = TypeVar("S", bound=pydantic.BaseModel)
 
@@ -55,8 +62,8 @@ S = TypeVar("S", bound=pydantic.BaseModel)
 def layer(model: type[S], *sources: Mapping[str, Any], lists_of_one: bool = True) -> S:
     """Settings from several sources; a later source overrides an earlier one, key by key, also inside mappings.
 
-    A source that changes a setting drops what earlier sources say about its former value (`described_by`). Values are
-    validated strictly, as JSON types: 1 is a number, `true` and "1" are not.
+    A source that changes a setting drops what earlier sources say about its former value (`without_outdated`). Values
+    are validated strictly, as JSON types: 1 is a number, `true` and "1" are not.
 
     Args:
         model: the settings class, which defines the defaults.
@@ -178,16 +185,9 @@ def merge(
     Args:
         below: earlier values.
         above: later values.
-        model: the settings class, whose `described_by` names the earlier values that a changed one drops.
+        model: the settings class, which drops earlier values that a later one makes outdated.
     """
-    described = getattr(model, "described_by", {})
-    dropped = {
-        name
-        for key, names in described.items()
-        if key in above and key in below and above[key] != below[key]
-        for name in names
-    }
-    merged = {key: value for key, value in below.items() if key not in dropped}
+    merged = dict(model.without_outdated(below, above) if model and issubclass(model, Settings) else below)
     for key, value in above.items():
         inner = merged.get(key)
         if isinstance(inner, Mapping) and isinstance(value, Mapping):

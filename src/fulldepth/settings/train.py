@@ -27,7 +27,22 @@ class ModelSettings(Settings):
     type: str = "llama"
     """`model_type` of the configuration: depth_llama, llama, qwen3, gpt2, any causal language model of transformers."""
     checkpoint: str | None = None
-    """Folder or Hub name of the weights to start from; other keys then change its configuration."""
+    """Folder or Hub name of the weights to start from; keys beside it change its configuration. Sizes, tokenizer and
+    image processor of a recipe that names no checkpoint, or another one, are left out."""
+
+
+SWITCHES = (
+    "type",
+    "residual",
+    "tree",
+    "num_streams",
+    "hyper_dynamic",
+    "memory",
+    "kv_init",
+    "router_input",
+    "router_top_p",
+)
+"""Options of a `depth_llama` that change no size and that a checkpoint of another type lacks."""
 
 
 class DataSettings(Settings):
@@ -244,6 +259,21 @@ class TrainSettings(Settings):
     """Steps between the training losses that `report_to` receives; it receives every evaluation."""
     report_to: list[str] = Field(default_factory=list)
     """Comma-separated trackers: wandb, tensorboard, mlflow, trackio, or any other of transformers' Trainer."""
+
+    @classmethod
+    def without_outdated(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Earlier values, without the model, tokenizer and processor that belong to another start.
+
+        Of a recipe's model only the switches of a `depth_llama` apply to a checkpoint that a later source names.
+        """
+        below = super().without_outdated(below, above)
+        own, named = (source.get("model") for source in (below, above))
+        model: Mapping[str, Any] = own if isinstance(own, Mapping) else {}
+        start = named.get("checkpoint") if isinstance(named, Mapping) else None
+        if start is None or start == model.get("checkpoint"):
+            return below
+        kept = {key: model[key] for key in SWITCHES if key in model} if model.get("type") == "depth_llama" else {}
+        return {key: value for key, value in below.items() if key not in ("tokenizer", "processor")} | {"model": kept}
 
     @pydantic.model_validator(mode="after")
     def _stage_fits(self) -> Self:

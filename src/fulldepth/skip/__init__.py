@@ -12,7 +12,7 @@ from fulldepth.skip.exports.export import Export, export, load
 from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.fit import FitResult, fit_scales
 from fulldepth.skip.heal import Healing, refit, with_model
-from fulldepth.skip.healed import TRAIN, VALIDATION, save_healed, with_weights, write_start, write_texts
+from fulldepth.skip.healed import TRAIN, VALIDATION, finish_gguf, save_healed, with_weights, write_start, write_texts
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
 from fulldepth.skip.responses import generate_responses, read_prompts
 from fulldepth.skip.search import search
@@ -38,6 +38,7 @@ __all__ = [
     "bench",
     "curve",
     "export",
+    "finish_gguf",
     "fit_scales",
     "fold",
     "generate_responses",

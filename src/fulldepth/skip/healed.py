@@ -8,6 +8,7 @@ the same held-out rows for every model.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
@@ -24,8 +27,10 @@ from fulldepth.hf import load_tokenizer, open_model
 from fulldepth.hf.checkpoint_folder import folder_to_be
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.results import Finding, Results, finite, provenance, tabulate
+from fulldepth.settings.heal import HealSettings
 from fulldepth.skip.bench import gap_finding, in_words
 from fulldepth.skip.exports.export import NOTES, export, read_notes
+from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.heal import Healing, format_for
 from fulldepth.skip.outcome import joined
 from fulldepth.skip.plan import HEALED, Plan, in_sample, rows_of
@@ -44,18 +49,23 @@ TRAIN, VALIDATION = "train.jsonl", "validation.jsonl"
 
 def with_weights(healing: Healing, checkpoint: Path) -> Healing:
     """The healing whose model has the weights of a checkpoint that was trained from its export (`write_start`)."""
-    trained, model = open_model(checkpoint, device="cpu").model, healing.model
+    _take_weights(healing.model, healing.plan, checkpoint)
+    planned = {**healing.plan.document()["model"], "hash": model_hash(healing.model)}
+    return replace(healing, plan=healing.plan.changed(model=planned))
+
+
+def _take_weights(model: PreTrainedModel, plan: Plan, checkpoint: Path) -> None:
+    """Fill a model, whose removed branches add zeros, with the weights of a checkpoint without them, in place."""
+    trained = open_model(checkpoint, device="cpu").model
     state, anatomy = trained.state_dict(), find_anatomy(model)
     prefix = next(name for name, part in model.named_modules() if part is anatomy.block_list)
     if find_anatomy(trained).num_layers < anatomy.num_layers:  # those that stay, renumbered
-        gone = {*healing.plan.lacking("attention")} & {*healing.plan.lacking("mlp")}
+        gone = {*plan.lacking("attention")} & {*plan.lacking("mlp")}
         kept = [n for n in range(anatomy.num_layers) if n + 1 not in gone]
         parts = {f"{prefix}.{new}.": f"{prefix}.{old}." for new, old in enumerate(kept)}
         state = {re.sub(rf"^{re.escape(prefix)}\.\d+\.", lambda own: parts[own[0]], n): w for n, w in state.items()}
     unknown = model.load_state_dict(state, strict=False).unexpected_keys  # removed branches have no trained weights
     assert not unknown, f"trained weights that the model does not have: {unknown[:3]}"
-    planned = {**healing.plan.document()["model"], "hash": model_hash(model)}
-    return replace(healing, plan=healing.plan.changed(model=planned))
 
 
 def write_start(healing: Healing, folder: Path, tokenizer: Any = None) -> Path:
@@ -108,9 +118,51 @@ def save_healed(healing: Healing, plan: Plan, target: Path, tokenizer: Any = Non
         notes |= {"plan": seen.document(), "notes": [*notes["notes"], "Healed: see report.html in this folder."]}
         write_text(folder / NOTES, json.dumps(notes, indent=1, ensure_ascii=False) + "\n")
         results.save(folder)
-        if settings.gguf is not None:
-            export(healing.plan, healing.model, "gguf", settings.gguf, gguf_type=settings.gguf_type)
+    if settings.gguf is not None:
+        _write_gguf(healing.plan, healing.model, target, settings)
     return results
+
+
+def finish_gguf(plan: Plan, model: Any, target: Path, settings: HealSettings) -> Results | None:
+    """Write the GGUF file that a finished healing lacks, from the checkpoint in its folder.
+
+    Args:
+        plan: as given by the user.
+        model: the checkpoint that it was made for, or the loaded model, which does not change.
+        target: the healed folder.
+        settings: of the healing.
+
+    Returns:
+        The results in the folder; None if it is not the healing of this plan, or no GGUF file is missing.
+
+    Raises:
+        FulldepthError: as `export`.
+    """
+    if settings.gguf is None or Path(settings.gguf).exists() or not (target / NOTES).is_file():
+        return None
+    stored = {**read_notes(target)["plan"], "data": plan.data}
+    if stored != plan.document():
+        return None
+    loading = settings.model_dump(include={"device", "revision", "trust_remote_code"})
+    healed = copy.deepcopy(open_model(model, dtype=settings.dtype or plan.dtype, **loading).model)
+    fold(healed, plan)
+    _take_weights(healed, plan, target)
+    planned = {**plan.document()["model"], "hash": model_hash(healed)}
+    changes: dict[str, Any] = {"scalars": {}, "healed_loss": None, "control_loss": None}
+    _write_gguf(plan.changed(model=planned, **changes), healed, target, settings)
+    return Results.load(target)
+
+
+def _write_gguf(plan: Plan, model: PreTrainedModel, target: Path, settings: HealSettings) -> None:
+    """Write a healed model's GGUF file; its folder is there and stays if that fails."""
+    assert settings.gguf is not None
+    try:
+        export(plan, model, "gguf", settings.gguf, gguf_type=settings.gguf_type)
+    except FulldepthError as error:
+        raise FulldepthError(
+            f"{error} The healed checkpoint is in {target}. The same command, with another --gguf-type if that is the "
+            "reason, writes the GGUF file alone."
+        ) from error
 
 
 def outcome(healing: Healing, plan: Plan) -> Results:

@@ -18,6 +18,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Costs, Shape, Variant
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED
+from fulldepth.hf import anatomy_candidates, check_depth, is_offloaded
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, PAGE, Results, versions
@@ -25,6 +26,7 @@ from fulldepth.settings import Settings, layer
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import SearchSettings, seconds_of
 from fulldepth.skip.elimination import Round, chain, eliminate, exchange
+from fulldepth.skip.exports.formats import renumbering_obstacle
 from fulldepth.skip.fit import fit, fit_options
 from fulldepth.skip.goal import Goal, goal_of, measured
 from fulldepth.skip.loss_cache import PROGRESS, LossCache
@@ -100,8 +102,12 @@ def search(
             process.first(partial(check_folder, folder, KIND, resume))
         checkpoint = open_for(model, settings, process)
         owner, generation = checkpoint.model, None
+        check_depth(anatomy_candidates(owner)[0])  # no export could hold the plan
         if not isinstance(data, Examples):
             tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
+        whole = settings.granularity == "layer" and process.is_main and not is_offloaded(owner)
+        if whole and (obstacle := renumbering_obstacle(owner)) is not None:
+            watcher.say(f"A plan of whole layers can be exported as folded only, with zeros in their place. {obstacle}")
         hashed = model_hash(owner)
         if responses is not None and folder is not None:
             asked = data, responses, folder, sampling, hashed, watcher

@@ -53,6 +53,9 @@ from fulldepth.hf import (
     task_of,
     unused_positions,
 )
+from fulldepth.hf.asked_outputs import make_plain
+from fulldepth.hf.promises import withdraw_promises
+from fulldepth.hf.tying import UNTIED, state_untied, stores_apart
 from fulldepth.losses import use_detection_loss
 from fulldepth.settings.train import ModelSettings, TrainSettings
 from fulldepth.training.initial import draw_weights
@@ -60,7 +63,7 @@ from fulldepth.training.lora import add_adapters
 
 WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}
 """Precision of a run -> type of its weights, gradients and optimiser states."""
-POSITIONS = "max_position_embeddings"
+POSITIONS, TIED = "max_position_embeddings", "tie_word_embeddings"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOT_OPTIONS = {
     "self",
@@ -169,13 +172,31 @@ def build_config(
             own = ("model_type", "architectures", "auto_map", "_name_or_path")  # identify the checkpoint and its code
             kept = {name: value for name, value in base.to_dict().items() if name not in own}
             config = kind.from_dict(kept | changes)
+            if task == "causal-lm" and stores_apart(str(model.checkpoint), meta_model(config, task)):
+                if changes.get(TIED):
+                    raise FulldepthError(
+                        f"{model.checkpoint} has an output layer of its own, which model.{TIED}=true would drop."
+                    )
+                state_untied(config)
+    except FulldepthError:
+        raise
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise FulldepthError(f"These settings make no {kind.model_type}: {_reason(error)}") from error
+    make_plain(config)
+    withdraw_promises(config, ())  # no class of transformers trains such layers
     _check_sizes(config, task, vocab_size, positions)
     if not config.architectures:  # a DeiT is built with one head or two
         kinds = HEADS[task].mapping[type(config)]
         config.architectures = [(kinds[0] if isinstance(kinds, list | tuple) else kinds).__name__]
     return config
+
+
+def tying_notes(config: PreTrainedConfig, settings: TrainSettings) -> list[str]:
+    """A sentence if the checkpoint's own configuration ties weights that `config` does not, else nothing."""
+    start = settings.model.checkpoint
+    if start is None or TIED in (settings.model.model_extra or {}) or getattr(config, TIED, False):
+        return []
+    return [UNTIED] if getattr(load_config(start), TIED, False) else []
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int | None]:

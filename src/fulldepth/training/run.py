@@ -27,7 +27,7 @@ from fulldepth.training.folder import (
     step_of,
 )
 from fulldepth.training.labelled import image_data, padding_warning, text_data
-from fulldepth.training.model import build_model, start_exit_heads
+from fulldepth.training.model import build_model, start_exit_heads, tying_notes
 from fulldepth.training.text import conversation_data, packed_data, require_separate_documents
 from fulldepth.training.trainer import RunTrainer, resolved, smaller_batch, training_arguments
 
@@ -81,7 +81,7 @@ def train(
                 watcher.say(f"A checkpoint that is not whole is now called {path.name}.")
             data = DATA["sft" if settings.stage == "sft" else settings.task](settings, folder, arguments, watcher)
             model = build_model(data.config, settings)
-            warnings = data.warnings + smaller_batch(settings, launch.world())
+            warnings = [*data.warnings, *tying_notes(data.config, settings), *smaller_batch(settings, launch.world())]
             if settings.task == "causal-lm" and not settings.data.across_documents:
                 require_separate_documents(model)
             if settings.task == "text-classification":

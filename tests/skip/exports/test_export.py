@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import tiny_models
+from fulldepth import exit
 from fulldepth.architectures import TESTED_TRANSFORMERS
 from fulldepth.execution import readers
+from fulldepth.healing import heal
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.export import NOTES, export, load
 from fulldepth.skip.exports.formats import FORMATS, decilm
@@ -361,3 +363,25 @@ def test_a_tokenizer_that_does_not_load_again_drops_the_export(tmp_path):
     with refused("does not load in a fresh process"):
         export(planned.plan(tiny_models.build("llama")), model, "folded", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("writer", ["apply", "heal", "exit"])
+def test_a_disk_that_is_too_small_is_named_before_the_work(writer, tmp_path, monkeypatch):
+    model, plan, _ = prepared("llama", [2])
+    monkeypatch.setattr("fulldepth.hf.checkpoint_folder.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr("fulldepth.healing.refit", lambda *_, **__: pytest.fail("refitted first"))
+    runs = {
+        "apply": lambda: export(plan, model, "folded", tmp_path / "made", tokenizer=tokenizer()),
+        "heal": lambda: heal(plan, model, ["w1 w2"], tmp_path / "made", steps=0),
+        "exit": lambda: exit.export_layers(model, tmp_path / "made", layers=2, tokenizer=tokenizer()),
+    }
+    with refused("0.00 GB are free"):
+        runs[writer]()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_that_is_not_there_is_refused_before_weights_are_written(tmp_path, monkeypatch):
+    model, plan, _ = prepared("llama", [2])
+    monkeypatch.setattr(type(FORMATS["folded"]), "write", lambda *_: pytest.fail("written first"))
+    with refused("nowhere"):
+        export(plan, model, "folded", tmp_path / "made", tokenizer=str(tmp_path / "nowhere"))

@@ -19,6 +19,7 @@ from fulldepth.data.examples import Examples
 from fulldepth.execution.readers import with_llama_cpp
 from fulldepth.healing import heal
 from fulldepth.hf import load_checkpoint
+from fulldepth.results import Results
 from fulldepth.skip import export, load
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.formats import gguf as writer
@@ -218,6 +219,27 @@ def test_the_file_of_a_healed_model_is_its_checkpoint(gguf_type, allowed, tmp_pa
     expected = healed(input_ids=IDS).logits[0, -1].log_softmax(-1)
     assert (by_llama_cpp(small) - expected).abs().max() < allowed
     assert (without(model, {"mlp": [2], "attention": [3]}) - expected).abs().max() > 1e-3, "nothing was healed"
+
+
+def test_a_healing_whose_file_fails_is_kept_and_only_the_file_is_made_again(tmp_path, monkeypatch):
+    path, model = source(tmp_path)
+    plan, small, other = planned.plan(model, ["layer 2"], "any", None), tmp_path / "a.gguf", tmp_path / "b.gguf"
+    drawn = token_ids(40, 12, seed=1, most=300).tolist()
+    rows = [Example.of(ids, 1, len(ids), document=number) for number, ids in enumerate(drawn)]
+    texts = Examples(rows[:30], rows[30:], {"hash": "sha256:" + "1" * 64, "name": "texts", "kind": "text"})
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
+    heal(plan, path, texts, tmp_path / "whole", steps=0, gguf=str(small))
+    with monkeypatch.context() as failing:
+        failing.setattr("fulldepth.skip.exports.formats.gguf.ROUNDING", -1.0)
+        with refused("The healed checkpoint is in .*healed. The same command"):
+            heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(other))
+    before = Results.load(tmp_path / "healed").table
+    monkeypatch.setattr("fulldepth.healing.refit", lambda *_, **__: pytest.fail("it was fitted again"))
+    again = heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(other))
+    assert again.table.equals(before)
+    assert other.read_bytes() == small.read_bytes()
+    with refused("exists already"):
+        heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(other))
 
 
 @pytest.mark.slow

@@ -28,13 +28,17 @@ from fulldepth.execution.readers import LOWEST, prove
 from fulldepth.execution.stream import relative_error
 from fulldepth.files import read_document, read_json
 from fulldepth.hf import (
+    Anatomy,
     ModelCard,
     is_offloaded,
     load_checkpoint,
+    load_tokenizer,
     open_model,
     silent,
 )
+from fulldepth.hf.asked_outputs import asked_outputs, restore_outputs
 from fulldepth.hf.checkpoint_folder import (
+    check_free,
     check_target,
     count_parameters,
     folder_to_be,
@@ -140,10 +144,16 @@ def export(
             "and search again."
         )
     places = settings.model_dump(include={"device", "device_map"})
-    loaded: Any = open_model(model, dtype=settings.dtype or plan.dtype, **places, **hub).model
+    opened = open_model(model, dtype=settings.dtype or plan.dtype, **places, **hub)
+    loaded: Any = opened.model
     source = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
     plan.check_model(loaded)
     stock = check_format(loaded, plan, file_format)
+    chosen = settings.tokenizer if tokenizer is None else tokenizer
+    if not single:
+        check_free(target, _remaining_bytes(stock, plan, file_format))
+        if isinstance(chosen, str | Path):
+            load_tokenizer(chosen, **hub)  # a wrong name is refused before the weights are written
     reader_map = "auto" if settings.device_map is not None or is_offloaded(loaded) else None
     with folder_to_be(target, file=single) as part:
         anatomy = stock if stock.model is loaded else find_anatomy(loaded)
@@ -153,7 +163,7 @@ def export(
         allowed = max(file_format.tolerance(folding, expected.dtype), noise)
         draft = Draft(stock, plan, folding, part, most_bytes, settings.gguf_type)
         with nullcontext() if single else generation_settings(stock.model, part), silent():
-            notes = file_format.write(draft)
+            notes = [*file_format.write(draft), *draft.notes, *opened.warnings]
         if draft.stored:
             exact, expected = expected, scaled_logits(stock, plan, ids, draft.stored)
             change = relative_error(expected, exact)
@@ -161,7 +171,8 @@ def export(
             notes.append(f"Rounding of changed weights changes logits by {change:.1e} of the largest{finer}.")
         if anatomy.config is not anatomy.model.config and stock.config is stock.model.config:
             notes.append(f"This is the language model of a {type(anatomy.model).__name__} alone; it reads no images.")
-        del loaded, anatomy, stock, folding, draft
+        asked = asked_outputs(loaded)
+        del opened, loaded, anatomy, stock, folding, draft
         gc.collect()  # a model that was passed in is held by its owner
         if single:
             logit_error, verified = prove_file(part, ids, expected, allowed)
@@ -170,9 +181,9 @@ def export(
                 notes.append("UNVERIFIED: llama.cpp has not loaded it, which needs `pip install xllamacpp`.")
             return Export(format, target, logit_error, parameters, size, verified, tuple(notes))
         publish_older_names(part)
-        chosen = settings.tokenizer if tokenizer is None else tokenizer
         if file_format.reader == "carried":
             notes.append(f"The code in this folder was tested with transformers {', '.join(TESTED_TRANSFORMERS)}.")
+        notes += restore_outputs(asked, part)
         notes += save_tokenizer(chosen, (plan.data.get("tokenizer"), source, plan.model.name), part, **hub)
         publish_older_tokenizer(part)
         strip_foreign_code(part, carries_code=file_format.reader == "carried")
@@ -192,6 +203,18 @@ def export(
         card_of(plan, file_format, logit_error, parameters, notes).write(part)
         size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
     return Export(format, target, logit_error, parameters, size, file_format.verified, tuple(notes))
+
+
+def _remaining_bytes(anatomy: Anatomy, plan: Plan, format: Format) -> int:
+    """Bytes of the weights that an export holds at least."""
+    removed = [
+        part
+        for role in ("attention", "mlp")
+        for layer in plan.lacking(role)
+        if not format.keeps_removed and (part := anatomy.part(layer, role)) is not None
+    ]
+    gone = {parameter for part in removed for parameter in part.parameters()}
+    return sum(parameter.nbytes for parameter in anatomy.model.parameters() if parameter not in gone)
 
 
 def prove_file(path: Path, ids: Tensor, expected: Tensor, allowed: float) -> tuple[float | None, bool]:

@@ -4,7 +4,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import Anatomy
+from fulldepth.hf import Anatomy, check_depth, without_layers
 from fulldepth.skip.exports.formats.checkpoint import Draft, as_stock, as_text
 from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
@@ -45,6 +45,7 @@ def check_format(model: PreTrainedModel, plan: Plan, format: Format) -> Anatomy:
     anatomy = find_anatomy(model)
     if anatomy.task != "causal-lm":
         raise FulldepthError(f"Only language models can be exported; {type(model).__name__} is not one.")
+    check_depth(anatomy)
     stock = as_stock(model)
     if format.reader == "stock" and not type(stock).__module__.startswith("transformers."):
         raise FulldepthError(
@@ -56,4 +57,17 @@ def check_format(model: PreTrainedModel, plan: Plan, format: Format) -> Anatomy:
     return anatomy if stock is model else find_anatomy(stock)
 
 
-__all__ = ["FORMATS", "Draft", "Format", "as_stock", "check_format", "known_format"]
+def renumbering_obstacle(model: PreTrainedModel) -> str | None:
+    """Why no checkpoint of some of a model's layers can be written (format `layer`), tried without the middle one; None
+    if it can.
+    """
+    try:
+        anatomy = find_anatomy(as_stock(model))
+        middle = (anatomy.num_layers + 1) // 2
+        without_layers(anatomy, [layer for layer in range(1, anatomy.num_layers + 1) if layer != middle])
+    except FulldepthError as error:
+        return str(error)
+    return None
+
+
+__all__ = ["FORMATS", "Draft", "Format", "as_stock", "check_format", "known_format", "renumbering_obstacle"]

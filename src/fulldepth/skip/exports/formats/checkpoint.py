@@ -20,6 +20,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy, is_offloaded, loaded_weight
+from fulldepth.hf.asked_outputs import make_plain
+from fulldepth.hf.promises import withdraw_promises
+from fulldepth.hf.tying import state_untied, stated_ties, weights_apart
 from fulldepth.skip.exports.fold import Folding
 from fulldepth.skip.plan import Plan
 
@@ -52,6 +55,8 @@ class Draft:
     """Largest weight file in bytes; also the most that is in memory while weights are written."""
     gguf_type: str | None = None
     """Type of changed tensors of a GGUF file."""
+    notes: list[str] = field(default_factory=list)
+    """What `save` changed in the configuration."""
     stored: dict[str, Tensor] = field(default_factory=dict)
     """Weights that `Format.write` rounded, by name, as the file holds them."""
 
@@ -94,6 +99,8 @@ def as_stock(model: PreTrainedModel) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
         stock: PreTrainedModel = stock_class(config.stock_config())
     stock.load_state_dict(model.state_dict(), assign=True)
+    if weights_apart(model):
+        state_untied(stock.config)
     stock.tie_weights()
     stock.generation_config = model.generation_config
     return stock.train(model.training)
@@ -111,6 +118,7 @@ def as_text(model: PreTrainedModel) -> PreTrainedModel:
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     text.set_output_embeddings(head)
     text.config.tie_word_embeddings = head.weight is embeddings.weight  # as in the whole model, whatever its part says
+    text.all_tied_weights_keys = stated_ties(text)
     text.generation_config = model.generation_config
     return text.train(model.training)
 
@@ -140,6 +148,10 @@ def save(
         FulldepthError: if a weight is missing, left over or of another shape.
     """
     config.dtype = draft.model.dtype
+    make_plain(config)
+    draft.notes.extend(withdraw_promises(config, weights))
+    if weights_apart(draft.model):
+        state_untied(config)
     with torch.device("meta"):
         model = kind(config)
     try:

@@ -12,8 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
 from fulldepth.execution.stream import TOLERANCE
-from fulldepth.hf import Anatomy, renumber_layers, slice_lists
+from fulldepth.hf import Anatomy, cut_config, is_offloaded, without_layers
 from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, save
 from fulldepth.skip.plan import Plan
@@ -95,36 +96,30 @@ class Layer(Format):
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         if len(plan.lacking("mlp")) >= num_layers:
             raise FulldepthError(f"The plan skips all {num_layers} layers; a checkpoint needs at least one.")
-        if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
-            raise FulldepthError(
-                "This model scales attention by the number of the layer (scale_attn_by_inverse_layer_idx), so its "
-                "layers cannot be renumbered. Use --format folded."
-            )
+        anatomy = find_anatomy(model)
+        if not is_offloaded(model):
+            try:
+                without_layers(anatomy, remaining(plan, anatomy))
+            except FulldepthError as error:
+                raise FulldepthError(f"{error} Use --format folded.") from error
 
     def write(self, draft: Draft) -> list[str]:
         """Write the remaining layers, and their entries of every list of the configuration with one entry per layer."""
-        num_layers = draft.anatomy.num_layers
-        remaining = [layer for layer in range(1, num_layers + 1) if layer not in draft.plan.lacking("mlp")]
-        config = copy.deepcopy(draft.model.config)
-        inner, original = (own.get_text_config(decoder=True) for own in (config, draft.model.config))
-        cut = slice_lists(inner, remaining, num_layers)
-        by_list = [
-            name for name in cut if list(getattr(inner, name)) != list(getattr(original, name)[: len(remaining)])
-        ]
-        sliced = sorted([*cut, *renumber_layers(inner, remaining, num_layers)])
+        num_layers, kept = draft.anatomy.num_layers, remaining(draft.plan, draft.anatomy)
+        config, changed, by_list = cut_config(draft.anatomy, kept)
         weights = {}
         for name, weight in draft.weights().items():
             if name.startswith(f"{draft.blocks_name}."):
                 number, _, own_name = name.removeprefix(f"{draft.blocks_name}.").partition(".")
-                if int(number) + 1 not in remaining:
+                if int(number) + 1 not in kept:
                     continue
-                name = f"{draft.blocks_name}.{remaining.index(int(number) + 1)}.{own_name}"
+                name = f"{draft.blocks_name}.{kept.index(int(number) + 1)}.{own_name}"
             weights[name] = weight
         save(draft, type(draft.model), config, weights)
-        lists = f" Cut to them: {', '.join(sliced)}." if sliced else ""
+        lists = f" Cut to them: {', '.join(changed)}." if changed else ""
         notes = [
             draft.folding.note,
-            f"Layers {', '.join(map(str, remaining))} of {num_layers} are left, renumbered.{lists}",
+            f"Layers {', '.join(map(str, kept))} of {num_layers} are left, renumbered.{lists}",
         ]
         if by_list:
             notes.append(
@@ -133,3 +128,8 @@ class Layer(Format):
                 "compute another model without an error."
             )
         return notes
+
+
+def remaining(plan: Plan, anatomy: Anatomy) -> list[int]:
+    """The 1-based layers that a plan of whole layers leaves."""
+    return [layer for layer in range(1, anatomy.num_layers + 1) if layer not in plan.lacking("mlp")]

@@ -146,6 +146,11 @@ def write_gguf(
 
 def layers_of(header: Header, without_attention: Collection[int], without_mlp: Collection[int]) -> Layers:
     """The layers of the new file; refuses those that llama.cpp does not compute."""
+    if header.entries.get("nextn_predict_layers"):
+        raise FulldepthError(
+            f"{header.path} also holds layers for multi-token prediction (nextn_predict_layers), which are not part of "
+            "the plan's model. Use --format folded or layer."
+        )
     layers = packed(header.entries["block_count"], without_attention, without_mlp)
     if all(attention == mlp for attention, mlp in layers):
         check_whole(header, layers)

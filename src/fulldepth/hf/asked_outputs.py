@@ -1,0 +1,78 @@
+"""Entries of a configuration that ask for other outputs: set aside by commands, and restored in exports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fulldepth.errors import FulldepthError
+
+PLAIN = {"output_attentions": False, "output_hidden_states": False, "return_dict": True, "torchscript": False}
+"""Entry -> the value with which a model gives what every command reads."""
+KEPT = "fulldepth_asked_outputs"
+"""Attribute of a model with the values that were set aside."""
+Asked = dict[tuple[str, str], bool]
+"""Part of the configuration (empty for the whole) and entry -> value."""
+
+
+def asked_outputs(model: PreTrainedModel) -> Asked:
+    """The entries of a model's configuration that differ from `PLAIN`, and those that were set aside at load."""
+    return {
+        (part, name): value
+        for part, config in _parts(model.config).items()
+        for name, plain in PLAIN.items()
+        if isinstance(value := getattr(config, name, None), bool) and value is not plain
+    } | getattr(model, KEPT, {})
+
+
+def set_aside(model: PreTrainedModel) -> None:
+    """Give the entries of a loaded model's configuration their plain values, and remember the others on the model."""
+    setattr(model, KEPT, asked_outputs(model))
+    make_plain(model.config)
+
+
+def make_plain(config: PreTrainedConfig) -> None:
+    """Give the entries of a configuration and its parts their plain values, in place."""
+    for part in _parts(config).values():
+        for name, plain in PLAIN.items():
+            if isinstance(value := getattr(part, name, None), bool) and value is not plain:
+                setattr(part, name, plain)
+
+
+def restore_outputs(asked: Asked, folder: Path) -> list[str]:
+    """Write the entries of the original into the `config.json` of an export, but for `return_dict`.
+
+    Returns:
+        A sentence if `return_dict` stays as it is by default.
+    """
+    path = folder / "config.json"
+    if not asked:
+        return []
+    values = json.loads(path.read_text(encoding="utf-8"))
+    for (part, name), value in asked.items():
+        inner = values if not part else values.get(part)
+        if isinstance(inner, dict) and name != "return_dict":
+            inner[name] = value
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    tuples = any(name == "return_dict" for _, name in asked)
+    return ["The original's return_dict=False is left out: models of transformers 5 fail with it."] if tuples else []
+
+
+def check_outputs(model: PreTrainedModel) -> None:
+    """Refuse a model that was passed in and gives tuples, which would have to be changed.
+
+    Raises:
+        FulldepthError: with the entry to set.
+    """
+    if any(name == "return_dict" for _, name in asked_outputs(model)):
+        raise FulldepthError(
+            "The model's configuration has return_dict=False: it gives tuples without names. Set "
+            "model.config.return_dict = True."
+        )
+
+
+def _parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """The configuration and its parts, by name."""
+    return {"": config} | {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}

@@ -1,0 +1,34 @@
+"""Entries of a configuration that promise layers which transformers does not load and exports do not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transformers import PreTrainedConfig
+
+PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Numbers of further layers that predict more than the next token, by the names that families use."""
+MARKS = ("mtp", "nextn")
+"""Parts of the names of their weights."""
+
+
+def withdraw_promises(config: PreTrainedConfig, weights: Iterable[str]) -> list[str]:
+    """Set the number of layers for multi-token prediction to 0 where a model holds none, in place.
+
+    Args:
+        config: of the model to write; its parts are settled, too.
+        weights: names of the model's weights.
+
+    Returns:
+        A sentence for each entry that changed.
+    """
+    if any(mark in part for name in weights for part in name.split(".") for mark in MARKS):
+        return []
+    notes = []
+    parts = [config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))]
+    for name in PREDICTORS:
+        for part in parts:
+            if name in vars(part) and getattr(part, name):
+                setattr(part, name, 0)
+                notes.append(f"The layers for multi-token prediction are not part of this model: {name} is now 0.")
+    return sorted(set(notes))

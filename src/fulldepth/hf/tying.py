@@ -1,0 +1,100 @@
+"""Whether embeddings and output layer are one weight: the weights decide, whatever `tie_word_embeddings` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fulldepth.hf.file_checks import check_model_files, locate
+from fulldepth.hf.gguf import find_gguf, packaged
+from fulldepth.hf.run_checkpoints import checkpoint_of
+
+FLAG = "tie_word_embeddings"
+UNTIED = f"The configuration ties embeddings and output layer ({FLAG}), but these weights differ. The weights are used."
+
+
+def stated_ties(model: PreTrainedModel) -> dict[str, str]:
+    """Name of each weight that the configuration ties -> the weight that it is tied to."""
+    return dict(model.get_expanded_tied_weights_keys(all_submodels=True))
+
+
+def weights_apart(model: PreTrainedModel) -> list[str]:
+    """Names of the weights that the configuration ties and that the model holds as weights of their own."""
+    held: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+    tied = model.all_tied_weights_keys
+    return [
+        target
+        for target, source in stated_ties(model).items()
+        if target not in tied
+        # offloaded weights are told apart by transformers alone
+        or not (held.get(target) is held.get(source) or held[target].is_meta)
+    ]
+
+
+def state_ties(model: PreTrainedModel) -> str | None:
+    """Make the configuration of a model state whether its weights are tied, in place.
+
+    Where only some of the weights that it ties are apart (an encoder-decoder with one table for three uses), it stays
+    as it is: transformers compares the stored weights and ties those that are equal.
+
+    Returns:
+        A sentence if it stated otherwise, else None.
+    """
+    if not (apart := weights_apart(model)):
+        return None
+    if len(apart) == len(stated_ties(model)):
+        state_untied(model.config)
+    model.all_tied_weights_keys = {
+        target: source for target, source in model.all_tied_weights_keys.items() if target not in apart
+    }
+    return UNTIED
+
+
+@contextmanager
+def keeping_ties(model: PreTrainedModel) -> Iterator[None]:
+    """Inside `with`, `tie_weights` does nothing: by the configuration it may drop an output layer of its own."""
+    vars(model)["tie_weights"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        vars(model).pop("tie_weights")
+
+
+def state_untied(config: PreTrainedConfig) -> None:
+    """Set `tie_word_embeddings` of a configuration and of its text model's to False, in place."""
+    for part in (config, config.get_text_config(decoder=True)):
+        if getattr(part, FLAG, False):
+            setattr(part, FLAG, False)
+
+
+def stores_apart(checkpoint: str, model: PreTrainedModel) -> bool:
+    """Whether a checkpoint holds different values for weights that the configuration of a model ties.
+
+    Args:
+        checkpoint: folder, Hub name, package or run folder.
+        model: of the checkpoint's configuration; on the device `meta` is enough.
+    """
+    where = packaged(str(checkpoint_of(checkpoint)))
+    if not (ties := stated_ties(model)) or find_gguf(where) is not None:  # a GGUF file states what it holds
+        return False
+    stored = check_model_files(where).files
+
+    def read(name: str) -> Any:
+        own = [key for key in stored if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")]
+        path = locate(where, stored[own[0]]) if len(own) == 1 else None
+        if path is None:
+            return None
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(own[0])
+
+    for target, source in ties.items():
+        one, other = read(target), read(source)
+        if one is not None and other is not None and not torch.equal(one.double(), other.double()):
+            return True
+    return False
