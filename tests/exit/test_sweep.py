@@ -121,6 +121,9 @@ def test_generation_beside_the_sweep_is_compared_with_plain_greedy(texts):
         assert row["agreement"] == pytest.approx(float((alone.sequences == plain)[:, 8:].double().mean()))
     assert rows[2]["agreement"] == 1.0
     assert min(row["agreement"] for row in rows) < 1
+    counted = results.headline["theoretical_speedup"]  # a sweep of a language model times nothing
+    assert counted["sentence"].startswith("Counted, not timed: ")
+    assert "speedup" not in results.headline
 
 
 def test_results_are_saved_and_read(labelled, tmp_path):
