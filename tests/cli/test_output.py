@@ -121,6 +121,28 @@ def test_completion_knows_choices_and_loads_no_torch():
         assert done.stdout.split() == expected, done.stderr
 
 
+MISTAKES = {
+    "./absent": ["measure", "./absent", "--data", "d", "--output", "o"],
+    "absent.jsonl": ["exit", "m", "--data", "absent.jsonl", "--output", "o"],
+    "/absent.gguf": ["skip", "bench", "m", "/absent.gguf", "--output", "o"],
+    "plan.json": ["skip", "heal", "plan.json", "m", "--data", "d", "--output", "o"],
+    "notes.txt": ["measure", "m", "--data", "d", "--output", "foreign"],
+}
+"""Part of the message -> the command with that mistake."""
+
+
+def test_ordinary_mistakes_are_found_before_torch_is_imported(main, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes.txt").touch()
+    monkeypatch.setattr("fulldepth.console.loading", lambda: pytest.fail("torch is imported"))
+    for words, command in MISTAKES.items():
+        code, _, error = main(*command)
+        assert code == 2
+        assert words in error
+    assert [path.name for path in tmp_path.rglob("*")] == ["foreign", "notes.txt"]
+
+
 RIGHT = {
     "measure": ["measure", "m", "--data", "d", "--output", "o"],
     "train": ["train", "tiny-llama", "--output", "o"],
