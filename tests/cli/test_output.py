@@ -41,7 +41,8 @@ def two(tmp_path):
     for name, value in (("a", 0.25), ("b", 0.5)):
         rows = [("displacement", "residual", layer, None, "mean", value * layer, 9, "1") for layer in (1, 2)]
         rows.append(("jump_rate", "residual", 2, None, "value", value, 9, "%"))
-        meta = {"kind": "measure", "model": {"name": name, "num_layers": 2}, "data": {"hash": name}}
+        model = {"name": name, "num_layers": 2, "dtype": {"a": "float32", "b": "bfloat16"}[name]}
+        meta = {"kind": "measure", "model": model, "data": {"hash": "d"}}
         finding = {"value": value, "unit": "%", "sentence": f"It is {value}."}
         folders.append(Results(tabulate(rows), {**meta, "headline": {"zeta_L": finding}}).save(tmp_path / name))
     return folders

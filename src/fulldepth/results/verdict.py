@@ -127,12 +127,12 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
     change, error = 100 * rows[["difference", "difference_error"]].to_numpy(np.float64).T
     label, other, layers, test = model["label"], baseline["label"], len(change), _test(bool(model.get("paired")))
     median, differs = float(np.median(change)), measurable(change, error) & (np.abs(change) > PRINTED)
-    summary = f"the median change is {signed(median)} x 10^-2"
+    summary = f"the median change is {signed(median / 100, 4)}"
     if not np.isfinite(error).any():
         sentence = f"Displacement in {label} and {other}: {summary} (no standard error is known)."
     elif not differs.any():
         most = float(np.nanmax(np.abs(change) + SIGNIFICANT * error))
-        bound = f"no measurable difference at any of {layers} layers ({test}, at most {most:.2g} x 10^-2)"
+        bound = f"no measurable difference at any of {layers} layers ({test}, at most {most / 100:.2g})"
         sentence = f"Displacement in {label} and {other}: {bound}."
     else:
         larger, smaller = (int((differs & side).sum()) for side in (change > 0, change < 0))
