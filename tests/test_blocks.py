@@ -38,7 +38,12 @@ NAMES = {
     "CHAT-MODEL": "model.gguf",
     "--layers 24": "--layers 4",
 }
-NAMES |= {"speculate_from=8": "speculate_from=2", "data.name=my-text/": "data.name=text.txt", "[30]": "[6]"}
+NAMES |= {
+    "speculate_from=8": "speculate_from=2",
+    "data.name=my-text/": "data.name=text.txt",
+    "steps=600": "steps=2",
+    "[30]": "[6]",
+}
 NAMES |= {
     "--exit-layers 12,24": "--exit-layers 2",
     "--given 6,26,8": "--given 1,2",

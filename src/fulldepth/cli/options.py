@@ -132,21 +132,14 @@ def command(
     return add
 
 
-LOCAL = ("model", "original", "exports", "data", "heldout", "plan", "folders")
-"""Parameters that name models, data or results."""
+LOCAL = ("model", "original", "exports", "data", "heldout", "plan")
+"""Parameters that name models, data or plans."""
 ENDINGS = (".txt", ".jsonl", ".tsv", ".parquet", ".json", ".gguf", ".yaml")
 """Endings of files, which names of the Hub do not have."""
-OURS = (
-    "results.*",
-    "report.html",
-    "plan.json",
-    "progress.json",
-    "settings.yaml",
-    "responses.jsonl",
-    "answers",
-    "steps",
-)
-OURS += ("measure", "search", "run", "tokenizer", "*.lock", ".*")
+OURS = [
+    *("results.*", "report.html", "plan.json", "progress.json", "settings.yaml", "responses.jsonl", "answers", "steps"),
+    *("measure", "search", "run", "tokenizer", "*.lock", ".*"),
+]
 """Patterns of what commands write into an output folder."""
 
 

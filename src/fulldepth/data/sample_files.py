@@ -125,17 +125,17 @@ def _paragraphs(part: str) -> Iterator[str]:
 
     A novel's paragraphs end at empty lines or at every line; a novel with neither is left out.
     """
-    found = []
+    paragraphs = list[list[str]]()
     for novel in builtin_texts(part):
         for end in (r"\n\s*\n", r"\n"):
-            texts = [" ".join(block.split()) for block in re.split(end, novel)]
-            medium = [text for text in texts if LEAST <= text.count(" ") + 1 <= MOST]
+            blocks = [" ".join(block.split()) for block in re.split(end, novel)]
+            medium = [text for text in blocks if LEAST <= text.count(" ") + 1 <= MOST]
             if len(medium) >= ROWS:
-                found.append(medium)
+                paragraphs.append(medium)
                 break
-    for number in range(min(map(len, found))):
-        for novel in found:
-            yield novel[number]
+    for number in range(min(map(len, paragraphs))):
+        for texts in paragraphs:
+            yield texts[number]
 
 
 def _cut(texts: Iterable[str], most: int) -> Iterator[str]:

@@ -503,8 +503,8 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
     loss = ""
     if losses:
         healed = "" if removal.healed is None else f", {quantity(removal.healed, 'nats')} healed"
-        loss = f"held-out loss of the search: {quantity(losses[0], 'nats')} before, {quantity(losses[-1], 'nats')} after"
-        loss += healed
+        before, after = (quantity(losses[at], "nats") for at in (0, -1))
+        loss = f"held-out loss of the search: {before} before, {after} after{healed}"
     return {
         "template": "blocks",
         "title": f"{short(removal.name, 60)}: {count}" if removal.name else count,

@@ -134,8 +134,10 @@ def more_data(plan: Plan) -> Finding | None:
     for number in unsure:
         how = rounds[number - 1] if isinstance(rounds, list) else {}
         margin, error = how.get("margin") or 0.0, how.get("standard_error")
-        known = error is not None and margin > 0
-        enough.append(how["sequences"] * (SIGNIFICANT * error / margin) ** 2 if known else math.inf)
+        if error is None or margin <= 0:
+            enough.append(math.inf)
+        else:
+            enough.append(how["sequences"] * (SIGNIFICANT * error / margin) ** 2)
     needed = median(enough)
     if math.isfinite(needed):
         digits = 10 ** max(0, math.floor(math.log10(max(needed, 1))) - 1)
