@@ -40,7 +40,7 @@ NAMES = {
 }
 NAMES |= {
     "speculate_from=8": "speculate_from=2",
-    "data.name=my-text/": "data.name=text.txt",
+    "data.name=my-text/": "data.name=text.jsonl",
     "steps=600": "steps=2",
     "[30]": "[6]",
 }
