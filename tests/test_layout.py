@@ -48,7 +48,7 @@ ARROWS = {
     **dict.fromkeys(VERBS, NOUNS | {"settings"}),
     **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "hf", "results", "settings"}),
     "demonstration": VERBS | {"data", "healing", "hf", "results", "settings"},
-    "cli": VERBS | COMPOSITIONS | {"bars", "console", "results", "settings"},
+    "cli": VERBS | COMPOSITIONS | {"bars", "console", "data", "results", "settings"},
     "__main__": {"cli"},
     "__init__": NOUNS | VERBS | COMPOSITIONS | {"reporting", "settings", "tested_versions"},
 }

@@ -67,6 +67,8 @@ def finish(results: Any, page: Path | None = None) -> None:
         line(one_line(sampled, 900))
     for warning in results.meta.get("warnings") or []:
         line(f"Note: {warning}")
+    if (step := results.meta.get("next")) and not _is_json["on"]:
+        line(f"Next: {one_line(step.get('why') or '')} {one_line(step.get('command') or '', 900)}")
     if page is not None:
         line(f"Page: {page}")
 
@@ -110,7 +112,7 @@ def checkpoint(exported: Any, path: Path, rows: Sequence[Sequence[str]]) -> None
     """Print what an exported checkpoint is, its notes, and where it is.
 
     Args:
-        exported: with `parameters`, `bytes`, `logit_error` and `notes`.
+        exported: with `parameters`, `size` in words, `logit_error` and `notes`.
         path: its folder or file.
         rows: printed first.
     """
@@ -119,7 +121,7 @@ def checkpoint(exported: Any, path: Path, rows: Sequence[Sequence[str]]) -> None
         [
             *rows,
             ("parameters", f"{exported.parameters:,}"),
-            ("size", f"{exported.bytes / 2**20:.1f} MiB"),
+            ("size", exported.size),
             ("logit error", "unknown" if error is None else f"{error:.1e} (relative, loaded again in a fresh process)"),
         ]
     )

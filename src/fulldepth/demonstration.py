@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from fulldepth.errors import FulldepthError
@@ -16,7 +15,7 @@ from fulldepth.hf.gguf import read_header
 from fulldepth.measurement import MeasureSettings, measure_into
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Chapter, Results, write_index
-from fulldepth.settings import layer
+from fulldepth.settings import assigned, layer
 from fulldepth.settings.keywords import with_progress
 from fulldepth.skip import SearchSettings, bench, search
 from fulldepth.training import train
@@ -109,10 +108,10 @@ def demo(
         }
         written = " --gguf model.gguf" * (gguf is not None)
         commands = {
-            "measure": f"measure {name} --data {UNSEEN}{_options(chosen)}",
-            "search": f"skip search {name} --data {CHOOSING}{_options(searched)}",
-            "model": f"skip heal search/plan.json {name} --data {CHOOSING}{_options(healed)}{written}",
-            "bench": f"skip bench {name} {' '.join(runs)} --heldout {UNSEEN}{_options(timed)}",
+            "measure": f"measure {name} --data {UNSEEN}{assigned(chosen)}",
+            "search": f"skip search {name} --data {CHOOSING}{assigned(searched)}",
+            "model": f"skip heal search/plan.json {name} --data {CHOOSING}{assigned(healed)}{written}",
+            "bench": f"skip bench {name} {' '.join(runs)} --heldout {UNSEEN}{assigned(timed)}",
         }
         chapters = [
             Chapter(part, TITLES[part], f"fulldepth {command} --output {part}/") for part, command in commands.items()
@@ -148,11 +147,3 @@ def _bench(name: str, models: list[Path], output: Path, chosen: dict[str, Any], 
     results = Results.load(output)
     results.save_page(output)
     return results
-
-
-def _options(settings: dict[str, Any]) -> str:
-    """Settings as options of the command line."""
-    texts = {
-        key: f"[{','.join(map(str, value))}]" if isinstance(value, list) else value for key, value in settings.items()
-    }
-    return "".join(f" --set {quote(f'{key}={text}')}" for key, text in texts.items())

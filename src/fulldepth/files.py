@@ -281,6 +281,26 @@ def _host() -> str:
     return re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname()) or "host"
 
 
+def check_outside(output: str | Path | None, *data: Any) -> None:
+    """Refuse an output folder that is, or lies in, a folder of data: results there would be read as data.
+
+    Args:
+        output: the folder; None is none.
+        data: data arguments; those that are no folder are passed over.
+
+    Raises:
+        FulldepthError: naming both.
+    """
+    for one in data if output is not None else ():
+        if isinstance(one, str | Path) and Path(one).is_dir():
+            folder, target = Path(one).resolve(), Path(str(output)).resolve()
+            if target == folder or folder in target.parents:
+                raise FulldepthError(
+                    f"The output {output} lies in the folder of the data, {one}, so results there would be read as "
+                    "data. Choose an output outside of it."
+                )
+
+
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
     """Lock a folder while this process writes there; it is created if absent, and removed if it stays empty.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import tiny_models
+from cli.conftest import shell
 from data.conftest import jsonl
 from fulldepth.data.examples import read_examples
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.results import Results
+from fulldepth.results import PAGE, Results
 from fulldepth.skip.heal import split_rows
+from fulldepth.skip.healed import NAMES
 from fulldepth.skip.plan import Plan
 from fulldepth.training import train
 from skip import plain, planned
@@ -56,4 +61,19 @@ def test_the_command_heals_trains_and_compares_with_its_control(tmp_path, main, 
     unseen = split_rows(Plan.load(tmp_path), examples, False, 0)[2]
     assert losses["trained"] == pytest.approx(plain.loss(healed, unseen, (), "layer"), abs=1e-4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["healed", "model", "plan.json", "text.jsonl"]
-    assert "Net cost of removal" in shown
+    first, second = (line.split()[0] for line in shown.splitlines()[:2])
+    assert (first, second) == ("net_cost", "loss_added")
+    card, page = (out / "README.md").read_text(), (out / PAGE).read_text()
+    stated = dict(re.findall(r"^\| ([^|]+) \| (-?[+\d.]+)", card, re.MULTILINE))
+    names = {"original": "Held-out loss of the original", **NAMES}
+    assert {state: float(stated[names[state]]) for state in states} == pytest.approx(losses, abs=1e-4)
+    net = losses["trained"] - losses["control"]
+    assert float(stated["Net cost of removal, against the control"]) == pytest.approx(net, abs=1e-4)
+    assert "| Loss on other text | unknown |" in card
+    assert "chose the blocks; expect" not in card
+    (lead,) = re.findall(r'<div id="story"[^>]*><p><bdi>(.*?)</bdi>', page)
+    assert lead.startswith("Net cost of removal: ")
+    assert lead.index("the loss on other text is unknown") < lead.index("Refitted, then trained")
+    code = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0].replace("PATH", str(out))
+    done = shell(sys.executable, "-c", code.rpartition("# Without fulldepth")[2].partition("\n")[2], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

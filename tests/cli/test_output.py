@@ -41,7 +41,8 @@ def two(tmp_path):
     for name, value in (("a", 0.25), ("b", 0.5)):
         rows = [("displacement", "residual", layer, None, "mean", value * layer, 9, "1") for layer in (1, 2)]
         rows.append(("jump_rate", "residual", 2, None, "value", value, 9, "%"))
-        meta = {"kind": "measure", "model": {"name": name, "num_layers": 2}, "data": {"hash": name}}
+        model = {"name": name, "num_layers": 2, "dtype": {"a": "float32", "b": "bfloat16"}[name]}
+        meta = {"kind": "measure", "model": model, "data": {"hash": "d"}}
         finding = {"value": value, "unit": "%", "sentence": f"It is {value}."}
         folders.append(Results(tabulate(rows), {**meta, "headline": {"zeta_L": finding}}).save(tmp_path / name))
     return folders
@@ -119,6 +120,28 @@ def test_completion_knows_choices_and_loads_no_torch():
         environment = {**os.environ, "_FULLDEPTH_COMPLETE": "complete_bash", **environment}
         done = shell(sys.executable, "-c", program, env=environment)
         assert done.stdout.split() == expected, done.stderr
+
+
+MISTAKES = {
+    "./absent": ["measure", "./absent", "--data", "d", "--output", "o"],
+    "absent.jsonl": ["exit", "m", "--data", "absent.jsonl", "--output", "o"],
+    "/absent.gguf": ["skip", "bench", "m", "/absent.gguf", "--output", "o"],
+    "plan.json": ["skip", "heal", "plan.json", "m", "--data", "d", "--output", "o"],
+    "notes.txt": ["measure", "m", "--data", "d", "--output", "foreign"],
+}
+"""Part of the message -> the command with that mistake."""
+
+
+def test_ordinary_mistakes_are_found_before_torch_is_imported(main, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes.txt").touch()
+    monkeypatch.setattr("fulldepth.console.loading", lambda: pytest.fail("torch is imported"))
+    for words, command in MISTAKES.items():
+        code, _, error = main(*command)
+        assert code == 2
+        assert words in error
+    assert [path.name for path in tmp_path.rglob("*")] == ["foreign", "notes.txt"]
 
 
 RIGHT = {
@@ -199,7 +222,7 @@ def test_without_a_terminal_progress_is_shown_only_if_it_is_asked_for(capsys, pr
     ],
 )
 def test_the_advice_after_an_interruption(monkeypatch, capsys, arguments, resumable, expected):
-    monkeypatch.setitem(program.RESUMABLE, "on", resumable)
+    monkeypatch.setitem(program.RUNNING, "resumable", resumable)
 
     def advised(name):
         monkeypatch.setattr(sys, "argv", [name, *arguments])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 import tiny_models
 from cli.conftest import shell
 from data.conftest import jsonl
+from fulldepth.execution.latency import OtherLoad
+from fulldepth.results import PAGE, Results
 from json_files import read_json
 from skip import word_tokenizer
 from tiny_models import seeded
@@ -107,3 +111,25 @@ def test_a_mistake_ends_with_2_and_one_message(main, house, planned, tmp_path, a
     assert "Traceback" not in err
     assert all(word in said for word in words), said
     assert not (tmp_path / "out").exists()
+
+
+def test_a_benchmark_on_a_busy_machine_begins_with_the_reason_and_the_command(main, house, tmp_path, monkeypatch):
+    """The command that page and console name runs, and makes the same benchmark on a quiet machine."""
+    load = {"share": 0.71}
+    monkeypatch.setattr(OtherLoad, "share", lambda _: load["share"])
+    output = tmp_path / "busy results"
+    options = ["--batches", "1", "--set", "contexts=[12]", "--set", "max_new_tokens=3", "--set", "repeats=1"]
+    code, shown, said = main("skip", "bench", house / "model", house / "other", *options, "--output", output)
+    assert code == 0, said
+    assert shown.split()[:3] == ["times", "-", "Not"]
+    command = next(line for line in shown.splitlines() if line.startswith("Next: ")).partition("fulldepth ")[2]
+    (lead,) = re.findall(r'<div id="story"[^>]*><p><bdi>(.*?)</bdi>', (output / PAGE).read_text())
+    assert lead == "Not timed: other programs used 71 % of the processor. Run again on a quiet machine."
+    assert "--overwrite" in (output / PAGE).read_text()
+    before, load["share"] = Results.load(output).meta["settings"], 0.0
+    code, shown, said = main(*shlex.split(command))
+    assert code == 0, said
+    again = Results.load(output)
+    assert again.meta["settings"] == before
+    assert not again.meta.get("next")
+    assert "times" not in again.headline

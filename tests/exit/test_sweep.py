@@ -133,6 +133,9 @@ def test_results_are_saved_and_read(labelled, tmp_path):
     assert json.loads(json.dumps(results.meta["exits"])) == stored.meta["exits"]
     assert stored.headline.keys() == {"effective_depth", "chosen_threshold", "speedup"}
     assert stored.headline["speedup"]["value"] is None  # one round
+    untimed = exit.sweep(model, known, tokenizer=tokenizer(), repeats=0, target_accuracy_drop=0.2).headline
+    assert untimed.keys() == {"effective_depth", "chosen_threshold", "theoretical_speedup"}
+    assert untimed["theoretical_speedup"]["sentence"].startswith("Counted, not timed: ")
     assert stored.meta["full"]["no_advice"] is None
     for split in ("calibration", "report"):
         rows = [row for row in stored.meta["exits"] if row["split"] == split]

@@ -183,6 +183,16 @@ def test_a_model_in_an_installed_package(written, tmp_path, monkeypatch, model):
     assert "with_gguf" not in sys.modules
 
 
+@pytest.mark.parametrize("quantise", [None, gguf.GGMLQuantizationType.Q8_0])
+def test_a_download_that_broke_off_is_named_as_such(model, tmp_path, quantise):
+    path = gguf_files.write(tmp_path / "cut.gguf", model, quantise=quantise)
+    content = path.read_bytes()
+    load_checkpoint(path)
+    for kept in (len(content) - 64, len(content) // 2):
+        path.write_bytes(content[:kept])
+        refuses(load_checkpoint, path, f"is cut short: it has {kept:,} bytes")
+
+
 def test_without_the_package_gguf(written, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr("fulldepth.hf.gguf.find_spec", lambda name: None)

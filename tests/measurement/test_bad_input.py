@@ -11,7 +11,9 @@ import shutil
 import pytest
 import transformers as tf
 
+import fulldepth
 from fulldepth.data import train_tokenizer
+from refusals import refused
 
 FEW = ["--max-sequences", "4", "--sequence-length", "12"]
 
@@ -83,9 +85,15 @@ def test_results_among_the_data(main, model, text_file, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     shutil.copy(text_file, data)
-    code, _, error = main("measure", model, "--data", data, "--output", tmp_path / "model" / ".." / "data", *FEW)
-    assert (code, [path.name for path in data.iterdir()]) == (2, [text_file.name]), error
-    assert "holds the data" in error
+    for output in (tmp_path / "model" / ".." / "data", data / "out"):
+        for command in (["measure"], ["exit"], ["skip", "search", "--blocks", "1"]):
+            code, _, error = main(*command, model, "--data", data, "--output", output)
+            assert (code, [path.name for path in data.iterdir()]) == (2, [text_file.name]), error
+            assert "lies in the folder of the data" in error
+    with refused("lies in the folder of the data"):
+        fulldepth.measure(str(model), data, output=data / "out")
+    with refused("lies in the folder of the data"):
+        fulldepth.train("tiny-llama", data / "out", data={"name": str(data)})
 
 
 def test_activations_that_overflow(wrong, overflowing):

@@ -12,9 +12,10 @@ import torch
 from numpy.testing import assert_allclose
 
 from fulldepth.execution.latency import OtherLoad
-from fulldepth.reporting.page import payload
+from fulldepth.reporting.page import payload, render
 from fulldepth.reporting.skip import SkipPart, layers_of, parts, removals, timed_models
 from fulldepth.reporting.source import PageSource
+from fulldepth.reporting.tables import of_record
 from fulldepth.results import Results, report
 from fulldepth.results.pages import names, together
 from fulldepth.skip.bench import bench
@@ -254,3 +255,36 @@ def test_what_is_missing_leaves_out_its_figure_only(kind):
     assert isinstance(Results(results.table, {"kind": kind}).figures(), dict)
     made = payload(results.table.iloc[:0], {"kind": kind})
     assert (made["sections"], made["title"]) == ([], "Unnamed model")
+
+
+def test_a_layer_that_lost_two_blocks_shows_both_losses_and_intros_are_html():
+    planned = folders.plan(
+        ("attention 7", "layer 3", "mlp 7"),
+        healed=False,
+        losses=[2.0, 2.1, 2.3, 2.7],
+        scalars={},
+        granularity="attention",
+    )
+    planned["granularity"] = "any"
+    results = folders.search()
+    results.meta["plan"] = planned
+    page = render(results.table, results.meta)
+    added = re.findall(
+        r'<li title="Layer (\d+):.*?<span class="added" aria-hidden="true">(.*?)</span></li>', page, re.S
+    )
+    assert [(layer, text.split("<br>")[:-1]) for layer, text in added] == [
+        ("3", ["+0.200"]),
+        ("7", ["+0.100", "+0.400"]),
+    ]
+    healed = Results.load(Path(__file__).parents[2] / "docs" / "gallery" / "smaller-healed")
+    page = render(healed.table, healed.meta)
+    assert "<code>fulldepth evaluate</code>" in page
+    assert "&lt;code&gt;" not in page
+
+
+def test_a_note_explains_shown_columns_only():
+    columns = {"As good from": [], "Above chance": []}
+    for cells in ({"whole": "0.5", "above": "yes"}, {"whole": "0.5", "above": "yes", "as_good": "layer 2 of 3"}):
+        table = of_record("tasks", [("arc", cells)])
+        shown = {name for name in columns if f"{name}:" in table.note}
+        assert shown == {*columns} & {*table.columns}

@@ -186,11 +186,7 @@ def test_headline_numbers_become_differences():
 @pytest.mark.parametrize(
     ("part", "changes", "warned"),
     [
-        ("data", {"hash": "sha256:bb"}, "not comparable"),
         ("data", {"hash": "sha256:bb", "text_hash": "t"}, ""),
-        ("data", {"text_hash": "u"}, "not comparable"),
-        ("data", {"sequence_length": 32}, "not comparable"),
-        ("token_policy", {"name": "last"}, "not comparable"),
         ("model", {"dtype": "bfloat16"}, "other reasons"),
         ("model", {"dtype": None}, ""),
         ("sampling", {"reservoir_tokens": 30}, "other reasons"),
@@ -205,12 +201,36 @@ def test_what_makes_a_difference_doubtful_is_said(part, changes, warned):
     )
     for one in (a, b):
         one.meta["model"]["dtype"], one.meta["data"]["text_hash"] = "float32", "t"
-        if changes == {"hash": "sha256:bb"}:  # results of an earlier version, without the hash of their text
-            del one.meta["data"]["text_hash"]
     b.meta[part] = b.meta[part] | changes
-    lines = versus(a, b).meta["warnings"]
+    found = versus(a, b)
+    lines = found.meta["warnings"]
     assert len(lines) == bool(warned)
     assert all(warned in line for line in lines)
+    assert "redundancy_change:b" in found.headline
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "reason"),
+    [
+        ("data", {"hash": "sha256:bb"}, "the data differ"),
+        ("data", {"text_hash": "u"}, "the data differ"),
+        ("data", {"sequence_length": 32}, "the sequence lengths differ"),
+        ("token_policy", {"name": "last"}, "the token policies differ"),
+    ],
+)
+def test_what_is_not_comparable_has_a_reason_in_place_of_differences(part, changes, reason):
+    a, b, c = (measurement(2, displacements([0.1, 0.2])) for _ in range(3))
+    for one in (a, b, c):
+        one.meta["data"]["text_hash"] = None if changes == {"hash": "sha256:bb"} else "t"  # None: an earlier version
+    b.meta[part] = b.meta[part] | changes
+    found = compare({"a": a, "c": c, "b": b}).headline
+    assert next(iter(found)) == "comparable:b"
+    assert {name for name in found if name.endswith(":b")} == {"comparable:b"}
+    assert reason in found["comparable:b"]["sentence"]
+    assert "redundancy_change:c" in found
+    for one in (a, b):  # one model on other data: what differs is the data
+        one.meta["model"] |= {"name": "m", "config_hash": "sha256:cc"}
+    assert ("comparable:b" in compare({"a": a, "b": b}).headline) == (reason != "the data differ")
 
 
 ONE = measurement(1, displacements([0.1]))

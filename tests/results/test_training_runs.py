@@ -157,8 +157,13 @@ def test_costs_of_a_busy_machine_are_not_compared(load, reason):
 
 def test_what_makes_runs_unequal_is_said():
     changed = jreg(hash="sha256:bb", targets=128, tokenizer="u", global_batch_size=8)
-    losses_differ, steps_differ = versus(plain(), changed).meta["warnings"]
-    assert all(word in losses_differ for word in ("data", "tokenizers", "targets"))
+    found = versus(plain(), changed)
+    (steps_differ,) = found.meta["warnings"]
+    name, finding = next(iter(found.headline.items()))
+    assert name == "comparable:b"
+    assert all(word in finding["sentence"] for word in ("data", "tokenizers", "targets"))
+    assert not [name for name in found.headline if name.startswith(("validation_loss", "zeta", "redundancy"))]
+    assert "parameters:b" in found.headline
     assert "batch sizes differ (b: 8, a: 4)" in steps_differ
     only_start = versus(plain(), run({0: 7.0}, [0.3, 0.1, 0.2]))
     assert only_start.meta["step"] == 0

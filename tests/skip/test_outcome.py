@@ -49,8 +49,60 @@ def test_a_plan_that_was_not_healed_says_so_and_what_is_doubtful_is_warned_of():
     results = planned.analysed(model, plan, EXAMPLES)
     assert set(results.table.state) == {"original", "skipped"}
     assert results.headline["loss_healed"]["value"] is None
-    (unsure,) = results.meta["warnings"]
-    assert "1 of 1 rounds" in unsure
+    assert "in 1 of 1 rounds" in results.headline["sure_rounds"]["sentence"]
+
+
+def searched(target, **cost):
+    """A plan of a search with a target."""
+    cost = NOTHING | {"target": {"notes": 0, **target}} | cost
+    return planned.plan(build("llama"), (3, 1), values=None, search="greedy", losses=[2.0, 2.1, 2.5], cost=cost)
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "words"),
+    [
+        # 1 / (1 - 0.1376) = 1.15955, and 1 / (1 - 0.2) = 1.25
+        ({"of": "target_speedup", "needed": 0.2, "reached": 0.1376}, 1.15955, ["Target missed", "1.160", "1.250"]),
+        ({"of": "target_speedup", "needed": 0.1304, "reached": 0.1376}, 1.15955, ["Target reached", "13.8%", "13.0%"]),
+        ({"of": "target_bytes", "needed": 0.2, "reached": 0.25}, 75.0, ["Target reached", "75.0%", "80.0%"]),
+        ({"of": "target_cache", "needed": 0.2, "reached": 0.1}, 90.0, ["Target missed", "90.0%", "cache"]),
+        ({"of": "max_loss", "needed": None, "reached": 0.2}, 1.25, ["1.250 times as fast", "20.0% of the time"]),
+    ],
+)
+def test_a_search_says_what_its_target_asked_and_what_it_reached(target, value, words):
+    found = headline(searched(target), LAYERS)
+    assert next(iter(found)) == target["of"]
+    finding = found[target["of"]]
+    assert finding.value == pytest.approx(value, rel=1e-4)
+    assert all(word in finding.sentence for word in words)
+    assert "Other programs" not in finding.sentence
+    busy = headline(searched({**target, "other_load": 0.71}), LAYERS)[target["of"]].sentence
+    assert ("Other programs used 71%" in busy) == (target["of"] in ("target_speedup", "max_loss"))
+
+
+@pytest.mark.parametrize(
+    ("margins", "advice"),
+    [
+        # 4 (2 * 0.02 / 0.01)^2 = 64, 4 (2 * 0.02 / 0.02)^2 = 16, 4 (2 * 0.02 / 0.005)^2 = 256: the median is 64
+        ([0.01, 0.02, 0.005], "Use at least 64 windows (`--max-sequences 320`)"),
+        ([0.1, 0.2, 0.3], "Use at least 8 windows (`--max-sequences 40`)"),  # fewer call no round sure
+        ([0.0, 0.0, 0.1], "Use more windows, at least 8 documents."),
+    ],
+)
+def test_unsure_rounds_end_in_advice_on_the_number_of_windows(margins, advice):
+    rounds = [{"margin": margin, "standard_error": 0.02, "sequences": 4} for margin in margins]
+    heldout = {"name": "a seeded fifth of novels", "kind": "text", "examples": 4}
+    plan = planned.plan(
+        build("llama"),
+        (3, 1, 2),
+        values=None,
+        data={"hash": "sha256:" + "0" * 64, "heldout": heldout},
+        cost=NOTHING | {"rounds": rounds, "unsure_rounds": [1, 2, 3]},
+    )
+    finding = headline(plan, LAYERS)["sure_rounds"]
+    assert finding.value == 0
+    assert finding.sentence.startswith("4 held-out windows do not tell the best two candidates apart in 3 of 3 rounds.")
+    assert advice in finding.sentence
 
 
 @pytest.mark.parametrize(("losses", "healed"), [([2.0, 2.1, 2.5], 2.2), ([2.0, 1.9, 1.8], 1.8)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -90,24 +91,36 @@ def test_a_half_written_checkpoint_is_skipped(damage, whole, tmp_path):
     assert same(folder, run)
 
 
-def test_sigterm_saves_and_says_where(recipe, tmp_path, monkeypatch, main):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_and_an_interruption_save_and_say_where(recipe, tmp_path, monkeypatch, main, number):
     evaluate = RunCallback._evaluate
 
     def signalled(self, step):
         evaluate(self, step)
         if step == 3:
-            handler = signal.getsignal(signal.SIGTERM)
-            handler(signal.SIGTERM, None)
+            handler = signal.getsignal(number)
+            handler(number, None)
 
     monkeypatch.setattr(RunCallback, "_evaluate", signalled)
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     code, _, error = main("train", recipe(save_every=8), "-o", tmp_path / "run")
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert code == 128 + signal.SIGTERM
+    assert signal.getsignal(number) == before
+    assert code == 128 + number
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     assert is_sealed(checkpoint)
     assert checkpoint.name == "checkpoint-3"
     assert str(checkpoint) in error.replace("\n", "")
+    monkeypatch.undo()
+    assert error.strip().endswith("--resume")
+    code, _, error = main(*shlex.split(error.strip().splitlines()[-1].partition("Run again: ")[2])[1:])
+    assert code == 0
+    assert "going on after checkpoint-3" in error
+
+
+def test_a_resumption_without_a_checkpoint_says_that_it_starts_at_the_beginning(recipe, tmp_path):
+    lines = []
+    train_by(recipe(**SHORT), tmp_path / "run", resume=True, watcher=Watcher(say=lines.append))
+    assert any("starting at step 0" in line for line in lines)
 
 
 def test_resume_with_nothing_there_starts_and_a_finished_run_stays(recipe, tmp_path):
@@ -141,7 +154,7 @@ def test_a_full_disk_names_the_last_whole_checkpoint(recipe, tmp_path, monkeypat
         save(what, file, *more, **options)
 
     monkeypatch.setattr(torch, "save", full)
-    with refused(r"disk is full.*checkpoint-3; --resume"):
+    with refused(r"disk is full.*checkpoint-3; the same command"):
         train_by(path, tmp_path / "run")
     assert not is_sealed(tmp_path / "run" / "checkpoint-6")
     monkeypatch.undo()

@@ -69,7 +69,13 @@ def generate_command(
     model: Model,
     settings: GenerateSettings,
     prompt: Annotated[
-        list[str], typer.Option("--prompt", help="Text to continue; may be given several times.", show_default=False)
+        list[str],
+        typer.Option(
+            "--prompt",
+            help="Text to continue (--raw), or the message of a user where the tokenizer has a chat template; "
+            "may be given several times.",
+            show_default=False,
+        ),
     ],
     chat: Annotated[
         bool | None,

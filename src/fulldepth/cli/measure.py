@@ -53,7 +53,8 @@ def measure_command(
 
     MODEL is a checkpoint, or the folder of a training run (checkpoint-100, checkpoint-200, ...), which gives a series.
     The result is one folder: `report.html` (open it in a browser), `results.parquet` (the table) and `results.json`
-    (settings, headline). An interrupted run resumes, and a series is extended by new checkpoints of its training run.
+    (settings, headline). An interrupted series resumes after its last checkpoint, and is extended by new ones; a single
+    checkpoint is measured again from the start.
 
     Example: `fulldepth measure MODEL --data text.txt --measures displacement,jump_rate --output out/`
 

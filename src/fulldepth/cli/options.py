@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -19,7 +20,9 @@ import typer
 from pydantic.fields import FieldInfo
 
 from fulldepth import console
-from fulldepth.cli.program import DEBUG, RESUMABLE, Debug
+from fulldepth.cli.program import DEBUG, RUNNING, Debug
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import check_outside
 from fulldepth.settings import Settings, assignments, layer, merge, names, read
 from fulldepth.settings.layers import kinds, members
 
@@ -88,7 +91,10 @@ def command(
         def run(**values: Any) -> None:
             DEBUG["on"] |= values.pop("debug")
             values = {key: value if key in TEXTS else at_home(value) for key, value in values.items()}
-            RESUMABLE["on"] = "resume" in values
+            check_arguments(values, hints.get("output") in (Output, OptionalOutput))
+            RUNNING.update(
+                resumable="resume" in values, output=values.get("output"), overwrites=values.get("overwrite", False)
+            )
             as_json = values.pop("as_json", False)
             if settings is not None:
                 chosen = {key: value for key in fields if (value := values.pop(key)) is not None}
@@ -124,6 +130,45 @@ def command(
         return function
 
     return add
+
+
+LOCAL = ("model", "original", "exports", "data", "heldout", "plan")
+"""Parameters that name models, data or plans."""
+ENDINGS = (".txt", ".jsonl", ".tsv", ".parquet", ".json", ".gguf", ".yaml")
+"""Endings of files, which names of the Hub do not have."""
+OURS = [
+    *("results.*", "report.html", "plan.json", "progress.json", "settings.yaml", "responses.jsonl", "answers", "steps"),
+    *("measure", "search", "run", "tokenizer", "*.lock", ".*"),
+]
+"""Patterns of what commands write into an output folder."""
+
+
+def check_arguments(values: Mapping[str, Any], results: bool) -> None:
+    """Refuse files that do not exist, and an output among the data or among other files, before torch is imported.
+
+    Args:
+        values: parameter -> its value.
+        results: whether the output is a result folder, which may exist.
+
+    Raises:
+        FulldepthError: naming the path.
+    """
+    named = [value for key in LOCAL if (value := values.get(key)) is not None]
+    for one in (one for value in named for one in (value if isinstance(value, list) else [value])):
+        text = str(one)
+        is_path = text.startswith(("/", "./", "../")) or text.endswith(ENDINGS)
+        if is_path and ":" not in text and not Path(text).exists():
+            raise FulldepthError(f"There is no file or folder {one_line(text, 300)}.")
+    output = values.get("output")
+    check_outside(output, values.get("data"), values.get("heldout"))
+    if not results or output is None or not output.is_dir():
+        return
+    names = sorted(path.name for path in output.iterdir())
+    if names and not any(fnmatch(name, pattern) for name in names for pattern in OURS):
+        raise FulldepthError(
+            f"{output} holds {len(names)} files or folders of something else ({one_line(', '.join(names), 200)}). "
+            "Choose a new or empty folder."
+        )
 
 
 def at_home(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`fulldepth compare`, `report` and `demo`."""
+"""`fulldepth compare`, `report`, `demo` and `examples`."""
 
 from __future__ import annotations
 
@@ -79,3 +79,18 @@ def demo_command(
     if (file := output / "model.gguf").exists():
         console.line(f"      llama-cli -m {file} -cnv   (llama.cpp)")
     console.line(f"Page: {output / 'index.html'}")
+
+
+@command(app, "examples")
+def examples_command(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to create, such as data/.")],
+) -> None:
+    """Write small files of every kind of data that the documentation uses: text, pairs, labels, chats, tasks, images.
+
+    Example: `fulldepth examples data/`
+    """
+    console.loading()
+    from fulldepth.data import write_samples
+
+    files = write_samples(folder)
+    console.line(f"{len(files)} files: {folder}")

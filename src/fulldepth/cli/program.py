@@ -47,8 +47,9 @@ app = typer.Typer(
 
 DEBUG = {"on": False}
 """Set by `--debug`: errors show their traceback."""
-RESUMABLE = {"on": False}
-"""Whether the running command has the option `--resume`."""
+RUNNING: dict[str, Any] = {}
+"""Of the running command: `resumable`, whether it has the option `--resume`; `output`, the folder that it fills; and
+`overwrites`, whether it may replace results there."""
 
 ENDINGS = {130: "Interrupted", 128 + signal.SIGTERM: "Terminated", 129: "Hung up"}
 """Exit code of a signal -> message."""
@@ -84,7 +85,7 @@ def options(
 def main() -> None:
     """Run the command line; every error ends with one message and exit code 2, every signal with 128 + its number."""
     try:
-        RESUMABLE["on"] = False
+        RUNNING.clear()
         with ending_cleanly():
             for argument in sys.argv[1:]:  # may be written to results, pages and logs
                 try:
@@ -130,9 +131,20 @@ def _end(code: int, message: str) -> NoReturn:
         start = "python -m fulldepth" if name == "__main__.py" else name
         if launch.world() > 1:
             start = "torchrun ... -m fulldepth"
-        arguments = [*sys.argv[1:], *(["--resume"] if RESUMABLE["on"] and "--resume" not in sys.argv else [])]
+        arguments, output = sys.argv[1:], RUNNING.get("output")
+        if RUNNING.get("resumable"):
+            arguments = [*arguments, *(["--resume"] if "--resume" not in arguments else [])]
+        elif output is not None and not RUNNING.get("overwrites") and is_saved(output):
+            arguments = ["report", str(output)]
         typer.echo(f"{message}. Run again: {start} {shlex.join(arguments)}", err=True)
     sys.exit(code)
+
+
+def is_saved(output: Path) -> bool:
+    """Whether the results of the running command are in their folder: at most their page is missing."""
+    from fulldepth.results import DOCUMENT
+
+    return (output / DOCUMENT).is_file()
 
 
 @contextmanager

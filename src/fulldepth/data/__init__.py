@@ -7,6 +7,7 @@ from fulldepth.data.opening import Documents, open_documents
 from fulldepth.data.order import ORDER, ShuffledSampler
 from fulldepth.data.packing import Packed, Windows, flatten_windows, pack
 from fulldepth.data.preparation import MASKED_SHARE, Preparation, input_texts, prepare
+from fulldepth.data.sample_files import write_samples
 from fulldepth.data.sources import DataRecord, Source, choose, identities, open_source
 from fulldepth.data.tokens import decode_ids
 
@@ -35,4 +36,5 @@ __all__ = [
     "prepare",
     "train_tokenizer",
     "train_wordpiece",
+    "write_samples",
 ]

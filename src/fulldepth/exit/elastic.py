@@ -77,6 +77,11 @@ class LayersExport:
     """Largest difference of a logit after loading it in a fresh process, relative to the largest."""
     notes: tuple[str, ...]
 
+    @property
+    def size(self) -> str:
+        """The size in words."""
+        return f"{self.bytes / 1e6:.1f} MB"
+
 
 @takes_settings(LayersSettings)
 def export_layers(

@@ -78,6 +78,8 @@ def generate_texts(
                 Options(num_layers=depth, **layers)
         checkpoint = open_checkpoint(model, settings)
         tokenizer = open_tokenizer(checkpoint, settings.tokenizer if tokenizer is None else tokenizer, **named)
+        if settings.chat is None and getattr(tokenizer, "chat_template", None):
+            watcher.say("The prompt is put into the chat template; --raw continues it as it is.")
         watcher.begin("Generating", settings.max_new_tokens)
         generation = generate(
             checkpoint.model,

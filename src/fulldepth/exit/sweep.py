@@ -295,7 +295,7 @@ def _headline(
         if row.exit.threshold < 1:
             lead = f"{rule.capitalize()} {row.exit.threshold:.4g}, chosen for at most {points} on other data"
             sentence = _did(subject, row, lead)
-            findings[f"speedup{suffix}"] = _speedup(subject, row)
+            findings[f"{_named(row)}{suffix}"] = _speedup(subject, row)
         findings[f"chosen_threshold{suffix}"] = Finding(row.exit.threshold, "1", sentence)
     if target is None and below:
         good = [row for row in below if (ends := row.scores["drop"].interval) is not None and ends[1] <= CHEAP]
@@ -305,7 +305,7 @@ def _headline(
             lead = "No given threshold is shown to lose at most one point; the one with the most layers"
         sentence = _did(subject, row, f"{lead}: {row.exit.rule} {row.exit.threshold:g}", CHEAP)
         findings["best_threshold"] = Finding(row.exit.threshold if good else None, "1", sentence)
-        findings["speedup"] = _speedup(subject, row)
+        findings[_named(row)] = _speedup(subject, row)
     return {name: finding.document() for name, finding in findings.items()}
 
 
@@ -319,11 +319,16 @@ def _did(subject: ExitSubject, row: ExitRow, lead: str, tolerance: float = 0.0) 
     )
 
 
+def _named(row: ExitRow) -> str:
+    """The name of the finding of `_speedup`."""
+    return "theoretical_speedup" if row.speedup is None else "speedup"
+
+
 def _speedup(subject: ExitSubject, row: ExitRow) -> Finding:
-    """The measured speed-up, or the theoretical one where nothing was timed."""
+    """The measured speed-up, or the counted one where nothing was timed."""
     if row.speedup is None:
         bound = "" if subject.classifies else ", if later tokens needed none of the layers that were left out"
-        return Finding(row.theory, "1", f"That is {row.theory:.2f} times fewer layers{bound}.")
+        return Finding(row.theory, "1", f"Counted, not timed: {row.theory:.2f} times fewer layers{bound}.")
     if row.speedup.verdict != "differs":
         return Finding(None, "1", row.speedup.sentence())
     allows = f"The number of layers allows {row.theory:.2f}."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import lru_cache
@@ -64,6 +64,8 @@ GPT2_RULE = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docli
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Number of a metadata type -> its `struct` format."""
 STRING, ARRAY = 8, 9
+ALIGNMENT = 32
+"""Multiple of bytes at which tensors begin, unless the file states another."""
 ABSENT = (-1, 2**32 - 1)
 """Ids of special tokens that do not exist."""
 
@@ -138,12 +140,42 @@ class _Reader:
                 "one by one. Join them with llama.cpp (`llama-gguf-split --merge FIRST-PART MERGED.gguf`) and name the "
                 "merged file."
             )
-        shapes = {}
+        shapes, places = {}, {}
         for _ in range(tensors):
             name = self._string().decode()
             shapes[name] = self._numbers("Q", *self._numbers("I"))[::-1]
-            self._numbers("IQ")  # the tensor's type and place, which `gguf` checks
+            places[name] = self._numbers("I")[0], self._numbers("Q")[0]
+        self._check_tensors(metadata, shapes, places)
         return Header(self.path, metadata, shapes, self.position)
+
+    def _check_tensors(
+        self,
+        metadata: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        places: Mapping[str, tuple[int, int]],
+    ) -> None:
+        """Refuse a file that ends before its tensors do, as after a download that broke off.
+
+        Args:
+            metadata: states the alignment of tensors.
+            shapes: of the tensors.
+            places: type of each tensor, and its offset from the first.
+        """
+        from gguf.constants import GGML_QUANT_SIZES  # noqa: PLC0415  # an extra
+
+        alignment = metadata.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise FulldepthError(f"{self.path} is damaged: its alignment is {one_line(repr(alignment), 60)}.")
+        start = -(-self.position // alignment) * alignment
+        sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
+        for name, (kind, offset) in places.items():
+            block, size = sizes.get(kind, (1, 0))
+            end = start + offset + math.prod(shapes[name]) // block * size
+            if end > len(self.data):
+                raise FulldepthError(
+                    f"{self.path} is cut short: it has {len(self.data):,} bytes, and its tensor {one_line(name, 60)} "
+                    f"ends at byte {end:,}. Download or copy it again."
+                )
 
     def _bytes(self, count: int) -> bytes:
         if count > len(self.data) - self.position:

@@ -23,6 +23,7 @@ from fulldepth.execution import Verified
 from fulldepth.execution.batching import batched
 from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.execution.subject import open_checkpoint, prove, read_source, small_batch
+from fulldepth.files import check_outside
 from fulldepth.hf import anatomy_candidates, evaluating, find_checkpoints, task_of, unwrapped
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
@@ -115,7 +116,7 @@ def measure(
     if by_name and tokenizer is None and (is_run or output is not None):
         with TemporaryDirectory() if output is None else nullcontext(output) as folder:
             return measure_into(str(model), data, folder, settings, overwrite=overwrite, series=series, watcher=watcher)
-    check_output(output, data)
+    check_outside(output, data)
     with claimed(output, overwrite):
         with processes(settings.device) as process:
             results = measure_model(model, data, settings, process, watcher, tokenizer=tokenizer)
@@ -218,7 +219,7 @@ def measure_into(
             process, cannot be written, or the measurement fails.
     """
     settings, watcher, folder = settings or MeasureSettings(), watcher or Watcher(), Path(output)
-    check_output(folder, data)
+    check_outside(folder, data)
     with processes(settings.device) as process, process.holding(folder):
         read = data if isinstance(data, Sequences) else read_source(data, settings)
         points, remarks = series_points(model, read, settings) if series and find_checkpoints(model) else ([], [])
@@ -250,18 +251,6 @@ def measure_into(
             results.save(folder)
         process.wait()
         return results
-
-
-def check_output(output: str | Path | None, data: Any) -> None:
-    """Refuse to write results among the data, where the next run would read them.
-
-    Raises:
-        FulldepthError: if the output is the folder of the data.
-    """
-    if output is not None and isinstance(data, str | Path) and Path(output).resolve() == Path(data).resolve():
-        raise FulldepthError(
-            f"{output} holds the data, and results there would be read as data. Choose another output."
-        )
 
 
 def _is_there(folder: Path, print_of_run: str, points: list[SeriesPoint], overwrite: bool, watcher: Watcher) -> bool:

@@ -92,7 +92,9 @@ def side_by_side(source: PageSource) -> Table:
         for name, (title, _) in texts()["headlines"].items():
             number = found.get(name, {})
             digits, unit = figure_of(number, depth)
-            cells[title] = " ".join(filter(None, (digits, plus_minus(number), unit)))
+            spread = plus_minus(number)
+            parts = (digits, unit, f"({spread})") if number.get("interval") else (digits, spread, unit)
+            cells[title] = " ".join(filter(None, parts))
         models.append((entry, cells))
     return across("Models side by side", models)
 

@@ -97,6 +97,8 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
     found = content.findings(entry, source)
     said = measured.sentences(found)
     told = content.story(now) or ({"sentences": said[:1]} if said else None)
+    if told and (following := meta.get("next")):
+        told = {**told, "next": {name: short(following.get(name) or "", 900) for name in ("why", "command")}}
     strips = story.by_stack(now.table, now.meta) if source.kind in (SINGLE, SERIES) else {}
     drawn = figures.build(table, meta)
     settings = [] if meta.get("models") else [settings_table("All settings", meta.get("settings"))]

@@ -32,13 +32,24 @@ PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
 """Granularity -> what is removed, in the singular."""
 PHASES = ("prefill", "decode")
 CARDS = {
+    "target_speedup": "Speed-up by the times of the parts",
+    "max_loss": "Speed-up by the times of the parts",
+    "target_bytes": "Bytes of the weights that are left",
+    "target_cache": "Bytes of the cache that are left",
     "loss_added": "Loss added",
     "net_cost": "Net cost of removal",
     "healing": "Change by healing",
     "loss_healed": "Held-out loss, healed",
     "break_point": "Break point",
+    "gguf_size": "Size of the GGUF file",
 }
 """Name in `results.json` (for benchmarks, followed by the model) -> title of the card; the table has the times."""
+OPENING = {
+    "skip": ("target_speedup", "target_bytes", "target_cache", "max_loss", "loss_added", "sure_rounds"),
+    "heal": ("net_cost", "loss_added trained", "gguf_size"),
+}
+"""Kind of folder -> beginnings of the names of the findings that open its page, in their order; without any it is the
+first finding."""
 SIZES = ("parameter_bytes", "kv_bytes_per_token", "peak_memory")
 
 
@@ -365,15 +376,18 @@ def findings(_: Meta, source: PageSource) -> list[Shown]:
 
 
 def story(source: PageSource) -> dict[str, Any] | None:
-    """Of a benchmark, speed and loss of each program's fastest model; of a healing, its first findings.
+    """Of a benchmark, speed and loss of each program's fastest model; of other folders, the findings of `OPENING`.
 
     None = the first finding opens the page.
     """
-    kind, sentences = source.meta.get("kind"), list[str]()
+    kind, headline = source.meta.get("kind"), source.meta.get("headline") or {}
     if kind == "bench":
-        sentences = decoding(parts(source))
-    elif kind == "heal":
-        sentences = [finding["sentence"] for finding in [*(source.meta.get("headline") or {}).values()][:2]]
+        busy = headline.get("times") or {}
+        sentences = [short(busy["sentence"], 600)] if busy.get("sentence") else decoding(parts(source))
+    else:
+        opening = [entry for start in OPENING.get(str(kind), ()) for name, entry in headline.items() if name == start]
+        first = opening or [*headline.values()][:1]
+        sentences = [short(entry["sentence"], 600) for entry in first if entry.get("sentence")]
     return {"sentences": sentences} if sentences else None
 
 
@@ -489,7 +503,8 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
     loss = ""
     if losses:
         healed = "" if removal.healed is None else f", {quantity(removal.healed, 'nats')} healed"
-        loss = f"held-out loss {quantity(losses[0], 'nats')} before, {quantity(losses[-1], 'nats')} after{healed}"
+        before, after = (quantity(losses[at], "nats") for at in (0, -1))
+        loss = f"held-out loss of the search: {before} before, {after} after{healed}"
     return {
         "template": "blocks",
         "title": f"{short(removal.name, 60)}: {count}" if removal.name else count,

@@ -53,7 +53,8 @@ def of_record(name: str, subjects: Sequence[tuple[str, Meta]], title: str = "") 
     """The table of a record of `page.yaml`: one row per (name, entry); columns that are empty for all are left out.
 
     Args:
-        name: of the record, which has `title`, `corner`, `note`, and for each column the key of an entry and a format.
+        name: of the record, which has `title`, `corner`, `note` (a text, or one for each column that needs it), and for
+            each column the key of an entry and a format.
         subjects: of the rows.
         title: instead of the record's.
     """
@@ -64,7 +65,10 @@ def of_record(name: str, subjects: Sequence[tuple[str, Meta]], title: str = "") 
     }
     filled = {column: values for column, values in cells.items() if set(values) - {NOTHING}}
     rows = [[row, *values] for (row, _), *values in zip(subjects, *filled.values(), strict=True)] if filled else []
-    return Table(title or record["title"], list(filled), rows, record["corner"], record["note"])
+    note = record["note"]
+    if isinstance(note, Mapping):
+        note = " ".join(text for column, text in note.items() if column in filled)
+    return Table(title or record["title"], list(filled), rows, record["corner"], note)
 
 
 def across(title: str, models: Sequence[tuple[Meta, Mapping[str, str]]], corner: str = "", **about: Any) -> Table:

@@ -236,6 +236,7 @@ DOCUMENT = entries(
         ),
         "models",
     ),
+    (entries("Next", (str, "why command")), "next"),
     (entries("Plan", *PLAN), "plan"),
     (many(entries("Refit", (str, "branch end reason"), (Number, "strength left"))), "refits"),
     (GENERATED | many(EXIT), "generation"),

@@ -270,8 +270,10 @@ def check_free(folder: str | Path, overwrite: bool = False) -> None:
     if content := holder(folder):
         raise FulldepthError(f"{folder} holds {content}, which needs its own results there. Choose another output.")
     if not overwrite and (Path(folder) / DOCUMENT).exists():
+        page = "" if (Path(folder) / PAGE).exists() else f" Only their page is missing: fulldepth report {folder}"
         raise FulldepthError(
             f"{folder} already holds results. Choose another output, or replace them with overwrite=True (--overwrite)."
+            f"{page}"
         )
 
 

@@ -97,11 +97,13 @@ def compare_runs(
         for name, finding in _against(model, base, step, times[model["label"]])
     }
     names = (*JUMPS, "last_layer_displacement")
+    refused = [name for name in costs if name.startswith("comparable:")]
+    measured = [model for model in models if f"comparable:{model['label']}" not in refused]
     return together, {
         "of": "training",
         "step": step,
         "models": models,
-        "headline": costs | verdict.headline(at_step, models, names=names),
+        "headline": {name: costs[name] for name in refused} | costs | verdict.headline(at_step, measured, names=names),
         "warnings": _warnings(models, step),
     }
 
@@ -184,7 +186,10 @@ def _against(model: Entry, baseline: Entry, step: int, time: Ratio) -> Iterator[
     label, other = model["label"], baseline["label"]
     values = {name: (_value(model, name), _value(baseline, name)) for name in ("validation_loss", *MULTIPLES)}
     loss, base = values.pop("validation_loss")
-    if loss is not None and base is not None:
+    refused = verdict.refusal(model, baseline, NOT_COMPARABLE)
+    if refused is not None:
+        yield "comparable", refused
+    elif loss is not None and base is not None:
         sentence = (
             f"Validation loss at step {step:,}: {loss:.3f} nats in {label} against {base:.3f} in {other} "
             f"({verdict.signed(loss - base, 3)}, of one run each)."
@@ -220,8 +225,6 @@ def _warnings(models: list[Entry], step: int) -> list[str]:
         lines.append(f"Time and memory are not compared, because {'; '.join(busy)}.")
     for model in others:
         pair = f"{model['label']} and {baseline['label']}"
-        if reasons := verdict.unlike(model, baseline, NOT_COMPARABLE):
-            lines.append(f"{pair}: the losses are not comparable because {reasons}.")
         if reasons := verdict.unlike(model, baseline, UNEQUAL_STEPS):
             lines.append(f"{pair}: equal steps are not equal training because {reasons}.")
         lines += verdict.depth_warning(model, baseline)

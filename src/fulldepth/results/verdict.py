@@ -74,6 +74,8 @@ def headline(
 ) -> dict[str, Finding]:
     """Differences of every model from the baseline, by `name:label`.
 
+    Of a model that is not comparable with the baseline, the reason is the only finding, and comes first.
+
     Args:
         table: the comparison's table.
         models: the entries of `meta["models"]`.
@@ -81,14 +83,35 @@ def headline(
         names: of `NUMBERS` to compare.
     """
     baseline, others = baseline_of(models)
-    return {
+    refused = {f"comparable:{model['label']}": reason for model in others if (reason := incomparable(model, baseline))}
+    return refused | {
         f"{name}:{model['label']}": finding
         for model in others
+        if f"comparable:{model['label']}" not in refused
         for name, finding in (
             *_redundancy(table, model, baseline),
             *_numbers(table, model, baseline, intervals or {}, names),
         )
     }
+
+
+def incomparable(model: Entry, baseline: Entry) -> Finding | None:
+    """The finding that forbids differences of two models, with its reason; None if they are comparable.
+
+    One model may be compared on several data: then the differences are those of the data.
+    """
+    texts = [entry["data"].get("text_hash") for entry in (model, baseline)]
+    identity = [(entry["model"].get("name"), entry["model"].get("config_hash")) for entry in (model, baseline)]
+    same_model = identity[0] == identity[1] and None not in identity[0]
+    causes = NOT_COMPARABLE if same_model else (TEXT if all(texts) else DATA, *NOT_COMPARABLE)
+    return refusal(model, baseline, causes)
+
+
+def refusal(model: Entry, baseline: Entry, causes: Sequence[tuple[str, ...]]) -> Finding | None:
+    """The finding in place of differences, if two models differ in one of the causes (see `unlike`)."""
+    reasons = unlike(model, baseline, causes)
+    pair = f"{model['label']} and {baseline['label']}"
+    return Finding(None, "1", f"{pair} are not comparable because {reasons}.") if reasons else None
 
 
 def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[tuple[str, Finding]]:
@@ -104,12 +127,12 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
     change, error = 100 * rows[["difference", "difference_error"]].to_numpy(np.float64).T
     label, other, layers, test = model["label"], baseline["label"], len(change), _test(bool(model.get("paired")))
     median, differs = float(np.median(change)), measurable(change, error) & (np.abs(change) > PRINTED)
-    summary = f"the median change is {signed(median)} x 10^-2"
+    summary = f"the median change is {signed(median / 100, 4)}"
     if not np.isfinite(error).any():
         sentence = f"Displacement in {label} and {other}: {summary} (no standard error is known)."
     elif not differs.any():
         most = float(np.nanmax(np.abs(change) + SIGNIFICANT * error))
-        bound = f"no measurable difference at any of {layers} layers ({test}, at most {most:.2g} x 10^-2)"
+        bound = f"no measurable difference at any of {layers} layers ({test}, at most {most / 100:.2g})"
         sentence = f"Displacement in {label} and {other}: {bound}."
     else:
         larger, smaller = (int((differs & side).sum()) for side in (change > 0, change < 0))
@@ -185,9 +208,6 @@ def warnings(table: pd.DataFrame, models: list[Entry]) -> list[str]:
     lines = []
     for model in others:
         pair = f"{model['label']} and {baseline['label']}"
-        data = TEXT if model["data"].get("text_hash") and baseline["data"].get("text_hash") else DATA
-        if reasons := unlike(model, baseline, (data, *NOT_COMPARABLE)):
-            lines.append(f"{pair}: the numbers are not comparable because {reasons}.")
         if reasons := unlike(model, baseline, OTHER_REASONS, where_stated=True):
             lines.append(f"{pair}: a small difference may have other reasons than the models: {reasons}.")
         for task in [name for name in model.get("tasks") or () if name in (baseline.get("tasks") or ())]:

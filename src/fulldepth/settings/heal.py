@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from fulldepth.settings.loading import LOADING, Precision, Rate
-from fulldepth.settings.search import Batch, GgufType, HeldoutSettings
+from fulldepth.settings.loading import LOADING, Length, Precision, Rate
+from fulldepth.settings.search import Batch, GgufType, HeldoutSettings, Rows
 
 
 class HealSettings(HeldoutSettings):
@@ -27,6 +27,10 @@ class HealSettings(HeldoutSettings):
         "steps": ("global_batch_size", "learning_rate", "rank", "precision"),
     }
 
+    max_sequences: Rows | None = None
+    """Rows (or windows of text) to read; None = as many as the search read."""
+    sequence_length: Length | None = None
+    """Tokens in a window of plain text; None = as in the search."""
     steps: Annotated[int, Field(ge=0, le=10**9)] = 75
     """Steps of distillation from the original after the refit, and of its control; 0 = the refit only."""
     global_batch_size: Batch = 8

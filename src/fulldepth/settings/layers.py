@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
+from shlex import join, quote
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
@@ -165,6 +166,21 @@ def assignments(arguments: Iterable[str]) -> dict[str, Any]:
             shown = one_line(argument, 200)
             raise FulldepthError(f"The value in {shown!r} is not valid YAML: {one_line(error)}") from error
     return nested(values)
+
+
+def assigned(settings: Mapping[str, Any]) -> str:
+    """Settings as options of the command line, each after a space: ` --set seed=1 --set 'contexts=[8,16]'`."""
+    texts = {
+        key: f"[{','.join(map(str, value))}]" if isinstance(value, list) else value for key, value in settings.items()
+    }
+    return "".join(f" --set {quote(f'{key}={text}')}" for key, text in texts.items())
+
+
+def command_line(verb: str, arguments: Iterable[Any], options: Mapping[str, Any], settings: Settings) -> str:
+    """The command that calls a verb with these arguments, its options that are set, and what differs from defaults."""
+    named = [text for key, value in options.items() if value is not None for text in (f"--{key}", str(value))]
+    changed = settings.model_dump(mode="json", exclude_defaults=True)
+    return f"fulldepth {verb} {join([*map(str, arguments), *named])}{assigned(changed)}"
 
 
 def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -72,6 +72,7 @@ from fulldepth.hf import (
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, claimed, finite, names, provenance, tabulate
+from fulldepth.settings import command_line
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.skip.elimination import LEAST, Difference, compare
@@ -118,8 +119,7 @@ def bench(
         FulldepthError: if there are no exports, a model cannot be loaded or is no language model, models are on
             different devices or have different vocabularies, a context with its new tokens exceeds their positions, or
             the data cannot be read (as `search`), all held-out rows healed a model, a model has another tokenizer, or
-            the folder holds other results; for GGUF files, if llama.cpp is
-            missing or cannot run one, or no batch is of one sequence.
+            the folder holds other results; for GGUF files, if llama.cpp cannot run one, or no batch is of one sequence.
     """
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
         raise FulldepthError("Expected one export or more to compare with the original.")
@@ -156,8 +156,7 @@ def bench(
         measured = Measured(
             {entry.label: entry.program for entry in entries},
             {label: model.parameter_bytes if isinstance(model, LlamaCpp) else parameter_bytes(model)
-             for label, model in models.items()},
-        )  # fmt: skip
+             for label, model in models.items()})  # fmt: skip
         if examples is not None:
             measured.losses = heldout_losses(models, examples.heldout, settings.batch_size, watcher)[LOSS]
         cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
@@ -177,6 +176,9 @@ def bench(
                 measured.memory[label, cell] = memory(runner, ids, cell.context)
         results = Results(measured.table(), _document(entries, measured, settings, examples))
         if output is not None:
+            places = {"data": data, "heldout": heldout, "output": output}
+            again = command_line("skip bench", [original, *exports], places, settings) + " --overwrite"
+            results.meta["next"] = {"why": "again:", "command": again} if measured.busy() else None
             results.save(output)
     return results
 
@@ -456,8 +458,7 @@ class Measured:
         other = max(self.other_load[cell] for cell in cells or self.other_load)
         if other <= BUSY:
             return None
-        used = f"other programs used {100 * other:.0f} % of its processor"
-        text = f"The machine was busy: {used}. Times are not compared."
+        text = f"Not timed: other programs used {100 * other:.0f} % of the processor. Run again on a quiet machine."
         return Finding(None, "1", text)
 
     def ratio(self, label: str, phase: str, *cells: Cell) -> Ratio:
@@ -581,6 +582,8 @@ def _headline(
 ) -> Iterator[tuple[str, Finding]]:
     """Findings by name for each export: the added loss, and for each phase the ratio of times."""
     not_compared = measured.busy()
+    if not_compared is not None:
+        yield "times", not_compared
     for entry in entries[1:]:
         label = entry.label
         cells, baseline = len(measured.cells(label)), measured.baseline(label)
@@ -595,5 +598,3 @@ def _headline(
         for phase in PHASES if not_compared is None and label != baseline else ():
             sentence = f"{label}, {phase} time{where}: {measured.ratio_text(label, phase)}."
             yield f"{phase}_time_ratio {label}", Finding(measured.ratio(label, phase).value, "1", sentence)
-    if not_compared is not None:
-        yield "times", not_compared

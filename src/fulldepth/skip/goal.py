@@ -90,7 +90,10 @@ def count_goal(costs: Costs, blocks: int) -> Goal:
 
 
 def goal_of(
-    loss_cache: LossCache, settings: SearchSettings, blocks: int | None, timed: Callable[[], Mapping[str, float]]
+    loss_cache: LossCache,
+    settings: SearchSettings,
+    blocks: int | None,
+    timed: Callable[[], tuple[Mapping[str, float], float]],
 ) -> Goal:
     """The goal that the settings state.
 
@@ -98,7 +101,8 @@ def goal_of(
         loss_cache: of the search.
         settings: with one target, or none and a number of blocks.
         blocks: that number.
-        timed: gives the gain of each kind of block in time, by `measured`.
+        timed: gives the gain of each kind of block in time, by `measured`, and the share of the processor that other
+            programs used meanwhile.
 
     Raises:
         FulldepthError: for a target that removing every candidate would not reach.
@@ -113,9 +117,10 @@ def goal_of(
     elif target == "target_cache":
         gains = cache_shares(anatomy, costs, settings.context)
     else:
-        shares = dict(timed())
+        shares, other_load = timed()
         notes = {
-            "time_shares": shares,
+            "time_shares": dict(shares),
+            "other_load": other_load,
             "context": settings.context,
             "batch": settings.batch,
             "decode_share": settings.decode_share,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS
 from fulldepth.files import write_text
@@ -29,8 +30,9 @@ from fulldepth.hf.model_hash import model_hash
 from fulldepth.results import Finding, Results, finite, provenance, tabulate
 from fulldepth.settings.heal import HealSettings
 from fulldepth.skip.bench import gap_finding, in_words
-from fulldepth.skip.exports.export import NOTES, export, read_notes
+from fulldepth.skip.exports.export import NOTES, card_of, export, read_notes
 from fulldepth.skip.exports.fold import fold
+from fulldepth.skip.exports.formats import FORMATS
 from fulldepth.skip.heal import Healing, format_for
 from fulldepth.skip.outcome import joined
 from fulldepth.skip.plan import HEALED, Plan, in_sample, rows_of
@@ -117,9 +119,14 @@ def save_healed(healing: Healing, plan: Plan, target: Path, tokenizer: Any = Non
         seen = plan.changed(data={**plan.data, HEALED: rows_of(healing.examples.train)})
         notes |= {"plan": seen.document(), "notes": [*notes["notes"], "Healed: see report.html in this folder."]}
         write_text(folder / NOTES, json.dumps(notes, indent=1, ensure_ascii=False) + "\n")
+        facts = (notes["logit_error"], notes["parameters"], notes["notes"])
+        card_of(healing.plan, FORMATS[format], *facts, healed=card_numbers(healing)).write(folder)
+        names = [plan.model.name, str(target), *([str(settings.gguf)] if settings.gguf else [])]
+        command = f"fulldepth skip bench {shlex.join(names)} --output bench/"
+        results.meta["next"] = {"why": "time it beside the original:", "command": command}
         results.save(folder)
     if settings.gguf is not None:
-        _write_gguf(healing.plan, healing.model, target, settings)
+        results = _write_gguf(healing.plan, healing.model, target, settings)
     return results
 
 
@@ -149,20 +156,46 @@ def finish_gguf(plan: Plan, model: Any, target: Path, settings: HealSettings) ->
     _take_weights(healed, plan, target)
     planned = {**plan.document()["model"], "hash": model_hash(healed)}
     changes: dict[str, Any] = {"scalars": {}, "healed_loss": None, "control_loss": None}
-    _write_gguf(plan.changed(model=planned, **changes), healed, target, settings)
-    return Results.load(target)
+    return _write_gguf(plan.changed(model=planned, **changes), healed, target, settings)
 
 
-def _write_gguf(plan: Plan, model: PreTrainedModel, target: Path, settings: HealSettings) -> None:
-    """Write a healed model's GGUF file; its folder is there and stays if that fails."""
+def _write_gguf(plan: Plan, model: PreTrainedModel, target: Path, settings: HealSettings) -> Results:
+    """Write a healed model's GGUF file, and its size into the results; the folder stays if that fails."""
     assert settings.gguf is not None
     try:
-        export(plan, model, "gguf", settings.gguf, gguf_type=settings.gguf_type)
+        file = export(plan, model, "gguf", settings.gguf, gguf_type=settings.gguf_type)
     except FulldepthError as error:
         raise FulldepthError(
             f"{error} The healed checkpoint is in {target}. The same command, with another --gguf-type if that is the "
             "reason, writes the GGUF file alone."
         ) from error
+    results = Results.load(target)
+    sentence = f"{Path(settings.gguf).name}: {file.size}."
+    results.meta["headline"]["gguf_size"] = Finding(file.bytes / 2**20, "MiB", sentence).document()
+    results.save(target)
+    return results
+
+
+def card_numbers(healing: Healing) -> dict[str, str]:
+    """What the model card says of a healed model: the losses of all models, the net cost, and the text."""
+    losses, numbers = healing.readings[LOSS], {}
+    titles = {"original": "Held-out loss of the original", **NAMES}
+    for label in losses.sums:
+        added = losses.added(label)
+        gap = "" if label == "original" else f" ({added.mean:+.4f} ± {added.free_error:.4f})"
+        numbers[titles[label]] = f"{losses.mean(label):.4f}{gap} nats a token"
+    if "control" in losses.sums:
+        net = losses.added("trained", "control")
+        numbers["Net cost of removal, against the control"] = f"{net.mean:+.4f} ± {net.free_error:.4f} nats a token"
+    about = f"{losses.count:,} tokens of {text_of(healing)}, which neither chose the blocks nor healed the model"
+    return numbers | {"Held-out text": one_line(about, 300).replace("|", r"\|"), "Loss on other text": "unknown"}
+
+
+def text_of(healing: Healing) -> str:
+    """The name of the text that losses are of: that of `--heldout`, or else that of the data."""
+    meta = healing.examples.meta
+    name = str((meta.get("heldout") or {}).get("name") or meta.get("name") or "the data")
+    return name.removeprefix("a seeded fifth of ")
 
 
 def outcome(healing: Healing, plan: Plan) -> Results:
@@ -199,18 +232,20 @@ def headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
     losses = healing.readings[LOSS]
     labels = [label for label in losses.sums if label != "original"]
     last = "trained" if "trained" in labels else "refitted"
+    other_text = f" Measured on {text_of(healing)}: the loss on other text is unknown."
+    if "trained" in labels:
+        net = losses.added("trained", "control")
+        sentence = f"Net cost of removal: {in_words(net, 'the control, the original trained on the same tokens')}."
+        yield "net_cost", gap_finding(net, sentence + other_text)
+        other_text = ""
     for label in sorted(labels, key=lambda own: own != last):
         added = losses.added(label)
         kl, agreement = (healing.readings[kind].mean(label) for kind in (DIVERGENCE, AGREEMENT))
         sentence = (
             f"{NAMES[label][0].upper()}{NAMES[label][1:]}: held-out loss {losses.mean(label):.4f} nats, "
             f"{in_words(added, 'the original')}; divergence from it {kl:.4f} nats, the same most likely token in "
-            f"{agreement:.1%} of {losses.count} tokens."
+            f"{agreement:.1%} of {losses.count} tokens.{other_text * (label == last)}"
         )
         yield f"loss_added {label}", gap_finding(added, sentence)
-        if label == "trained":
-            net = losses.added(label, "control")
-            sentence = f"Net cost of removal: {in_words(net, 'the control, the original trained on the same tokens')}."
-            yield "net_cost", gap_finding(net, sentence)
     change = losses.added(last, "removed")
     yield "healing", gap_finding(change, f"Healing, in held-out loss: {in_words(change, 'the model without it')}.")

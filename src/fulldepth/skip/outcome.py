@@ -6,20 +6,30 @@ every removal, healed, and of the control.
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
 
 import pandas as pd
 
 from fulldepth.results import COLUMNS, Finding, Results, finite, provenance, tabulate
+from fulldepth.skip.elimination import LEAST
+from fulldepth.skip.goal import REACHED
 from fulldepth.skip.plan import Plan, in_sample
 from fulldepth.skip.problem import SearchProblem
+from fulldepth.thresholds import BUSY
+from fulldepth.uncertainty import SIGNIFICANT
 
 KIND = "skip"
+FIFTH = 5
+"""Rows of the data for each row that is held out."""
 UNKNOWN = "A plan keeps no losses of single documents; fulldepth skip bench --heldout states the error."
 
 
-def outcome(plan: Plan, problem: SearchProblem) -> Results:
-    """A plan as results; `problem` has the held-out data that it was scored with."""
+def outcome(plan: Plan, problem: SearchProblem, folder: Path | None = None) -> Results:
+    """A plan as results; `problem` has the held-out data that it was scored with, `folder` is where the plan is."""
     count, tokens = len(plan.blocks), sum(example.predicted for example in problem.examples.heldout)
     kept, noted, depth = plan.control_loss, plan.document(), problem.scorer.costs.num_layers
     losses: list[tuple[int | None, float | None, int, str]] = [
@@ -34,11 +44,6 @@ def outcome(plan: Plan, problem: SearchProblem) -> Results:
         if loss is not None
     ]
     warnings, stopped = list(plan.data.get("warnings", [])), plan.cost.get("stopped_by_budget", [])
-    if unsure := plan.cost.get("unsure_rounds"):
-        warnings.append(
-            f"In {len(unsure)} of {len(plan.blocks)} rounds (number {', '.join(map(str, unsure))}) the held-out data "
-            "did not tell the best two candidates apart; more data would."
-        )
     warnings += [f"{line.capitalize()}; a higher budget may change its pick." for line in stopped]
     document = {
         **provenance(KIND, problem.settings.model_dump(), seed=plan.seed),
@@ -48,6 +53,10 @@ def outcome(plan: Plan, problem: SearchProblem) -> Results:
         "warnings": warnings,
         "headline": headline(plan, depth),
     }
+    if folder is not None:
+        data = str(plan.data.get("name") or "text.jsonl")
+        command = shlex.join(["skip", "heal", str(folder), plan.model.name, "--data", data, "--output", "healed/"])
+        document["next"] = {"why": "heal what is left, and write a checkpoint:", "command": f"fulldepth {command}"}
     return Results(joined(tables, removed="Int64", state="str"), dict(finite(document)))
 
 
@@ -60,7 +69,9 @@ def headline(plan: Plan, depth: int) -> dict[str, Finding]:
     )
     if caveat := in_sample(plan):
         sentence += f" {caveat}"
-    findings = {"loss_added": Finding(last - base, "nats", sentence, no_standard_error=UNKNOWN)}
+    findings = {**target(plan), "loss_added": Finding(last - base, "nats", sentence, no_standard_error=UNKNOWN)}
+    if advice := more_data(plan):
+        findings["sure_rounds"] = advice
     if plan.healed_loss is None or plan.control_loss is None:
         findings["loss_healed"] = Finding(None, "nats", "No scalars were fitted: the model is not healed.")
     else:  # no differences: a plan has no errors of them
@@ -73,6 +84,70 @@ def headline(plan: Plan, depth: int) -> dict[str, Finding]:
         )
         findings["loss_healed"] = Finding(plan.healed_loss, "nats", sentence)
     return findings
+
+
+def target(plan: Plan) -> dict[str, Finding]:
+    """What a search with a target has reached, by the name of the target's setting; empty for a number of blocks."""
+    stated = plan.cost.get("target")
+    if not isinstance(stated, dict):
+        return {}
+    name, needed, reached = stated["of"], stated["needed"], stated["reached"]
+    verdict = "" if needed is None else "Target reached: " if reached >= needed - REACHED else "Target missed: "
+    if name in ("target_bytes", "target_cache"):
+        what = "weights" if name == "target_bytes" else "cache"
+        sentence = f"{verdict}{1 - reached:.1%} of the {what}' bytes are left; asked were {1 - needed:.1%}."
+        return {name: Finding(100 * (1 - reached), "%", sentence)}
+    speedup, gone = 1 / (1 - reached), f"the removed parts took {reached:.1%} of the time"
+    if needed is None:
+        sentence = f"By the times of its parts the model is {speedup:.3f} times as fast: {gone}."
+    else:
+        sentence = (
+            f"{verdict}by the times of its parts the model is {speedup:.3f} times as fast; asked was "
+            f"{1 / (1 - needed):.3f} ({gone}, {needed:.1%} were needed)."
+        )
+    if (other := stated.get("other_load", 0.0)) > BUSY:
+        sentence += (
+            f" Other programs used {other:.0%} of the processor while the parts were timed: search again on a quiet "
+            "machine, or time the finished model with `fulldepth skip bench`."
+        )
+    return {name: Finding(speedup, "1", sentence)}
+
+
+def more_data(plan: Plan) -> Finding | None:
+    """How many rounds of a search were sure of their pick, and the held-out rows that would make more of them sure.
+
+    A round whose margin is m nats with a standard error e on n rows tells its best two candidates apart on
+    `n (2 e / m)^2` rows, if the margin is what it seems. The rows that do so in half of the unsure rounds are advised.
+    None if all rounds were sure.
+    """
+    unsure, rounds = plan.cost.get("unsure_rounds"), plan.cost.get("rounds")
+    if not unsure:
+        return None
+    count = len(plan.blocks)
+    numbers = "" if len(unsure) == count else f" (number {', '.join(map(str, unsure))})"
+    heldout = plan.data.get("heldout")
+    about = heldout if isinstance(heldout, dict) else {}
+    rows = "windows" if about.get("kind") == "text" else "rows"
+    seen = f"{about['examples']} held-out {rows}" if "examples" in about else f"The held-out {rows}"
+    sentence = f"{seen} do not tell the best two candidates apart in {len(unsure)} of {count} rounds{numbers}."
+    enough = []
+    for number in unsure:
+        how = rounds[number - 1] if isinstance(rounds, list) else {}
+        margin, error = how.get("margin") or 0.0, how.get("standard_error")
+        if error is None or margin <= 0:
+            enough.append(math.inf)
+        else:
+            enough.append(how["sequences"] * (SIGNIFICANT * error / margin) ** 2)
+    needed = median(enough)
+    if math.isfinite(needed):
+        digits = 10 ** max(0, math.floor(math.log10(max(needed, 1))) - 1)
+        least = max(LEAST, digits * math.ceil(needed / digits))
+        fifth = str(about.get("name", "")).startswith("a seeded fifth")
+        total = f" (`--max-sequences {FIFTH * least}`)" if fifth else ""
+        sentence += f" Use at least {least:,} {rows}{total}, which would tell them apart in half of these rounds."
+    else:
+        sentence += f" Use more {rows}, at least {LEAST} documents."
+    return Finding(count - len(unsure), "rounds", sentence)
 
 
 def joined(tables: Sequence[pd.DataFrame], **types: str) -> pd.DataFrame:

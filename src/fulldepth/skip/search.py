@@ -36,7 +36,6 @@ from fulldepth.skip.problem import SearchProblem, open_for, prepared, tokenizer_
 from fulldepth.skip.rankings import rank
 from fulldepth.skip.responses import FILE as RESPONSES
 from fulldepth.skip.responses import Sampling, respond
-from fulldepth.thresholds import BUSY
 
 SHARE = 0.25
 """Most FLOPs of the exchanges of a search with a target, relative to the search."""
@@ -117,7 +116,7 @@ def search(
             plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
             complete = folder is not None and all((folder / name).exists() for name in (DOCUMENT, PAGE))
             if folder is not None and process.is_main and not complete:
-                outcome(plan, problem).save(folder)
+                outcome(plan, problem, folder).save(folder)
         process.wait()
     return plan
 
@@ -165,12 +164,12 @@ def search_with(
         refit=partial(fitted, candidate=True),
     )
 
-    def timed() -> dict[str, float]:
+    def timed() -> tuple[dict[str, float], float]:
         kind, load = Annotated[dict[str, FiniteFloat], Field(min_length=1)], OtherLoad()
         (shares,) = loss_cache.task({"time shares": lambda: (measured(scorer, settings, watcher), 0, 0.0)}, kind)
-        if (other := load.share()) > BUSY:  # asked here, by all processes, because one of them has timed
-            watcher.say(f"Other programs used {other:.0%} of the processor while the parts were timed.")
-        return shares
+        other = load.share()  # asked here, by all processes, because one of them has timed
+        (used,) = loss_cache.task({"other load": lambda: (other, 0, 0.0)}, float)
+        return shares, used
 
     goal = goal_of(loss_cache, settings, problem.blocks, timed)
     rounds, exchanges = list[Round](), list[dict[str, Any]]()

@@ -189,17 +189,30 @@ class RunCallback(TrainerCallback):
 
 
 @contextmanager
-def stopping(callback: RunCallback) -> Iterator[None]:
-    """On SIGTERM, end the run after the current step."""
+def stopping(callback: RunCallback) -> Iterator[list[int]]:
+    """On SIGTERM or Ctrl-C, end the run after the current step, with a checkpoint; a second Ctrl-C ends it at once.
+
+    Yields the signals that were received.
+    """
+    received: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        received.append(number)
+        callback.stop_asked = True
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
     try:
-        before = signal.signal(signal.SIGTERM, lambda *_: setattr(callback, "stop_asked", True))
+        before = {number: signal.signal(number, stop) for number in numbers}
     except ValueError:  # only the main thread can set signal handlers
-        yield
+        yield received
         return
     try:
-        yield
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def headline(table: pd.DataFrame) -> dict[str, Finding]:

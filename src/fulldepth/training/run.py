@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from fulldepth import launch
 from fulldepth.errors import StoppedError
 from fulldepth.execution import find_anatomy
+from fulldepth.files import check_outside
 from fulldepth.hf import silent
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, versions
@@ -73,6 +75,7 @@ def train(
         FulldepthError: if the folder holds another run, the settings are inconsistent, or the loss is not finite.
     """
     settings, folder = resolved(settings), Path(output)
+    check_outside(folder, settings.data.name, settings.data.validation)
     name = Path(recipe).stem if isinstance(recipe, str | Path) else "settings"
     with silent(logging.ERROR), explaining_full_disk(lambda: _last_good(folder)):
         arguments = training_arguments(settings, folder)  # joins the other processes
@@ -120,13 +123,18 @@ def train(
             watcher.say(
                 f"{meta['model']['class']}: {meta['model']['parameters'] / 1e6:.1f} M parameters, "
                 f"{settings.steps * settings.units_per_step:,} {settings.unit} in {settings.steps:,} steps"
-                + (f"; going on after {checkpoint.name}." if checkpoint else ".")
+                + (f"; going on after {checkpoint.name}." if checkpoint else "; starting at step 0." if resume else ".")
             )
+            received: list[int] = []
             if checkpoint is None or step_of(checkpoint) < settings.steps:
-                with stopping(callback):
+                with stopping(callback) as received:
                     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             if callback.stop_asked and trainer.state.global_step < settings.steps:
-                raise StoppedError(f"Stopped after step {trainer.state.global_step}. {_last_good(folder)}")
+                stopped = f"Stopped after step {trainer.state.global_step}. {_last_good(folder)}"
+                if signal.SIGINT in received:
+                    watcher.say(stopped)
+                    raise KeyboardInterrupt
+                raise StoppedError(stopped)
             results = callback.results(complete=True)
             if trainer.args.should_save:
                 results.save(folder)  # the page says that the run is complete
@@ -136,5 +144,5 @@ def train(
 def _last_good(folder: Path) -> str:
     checkpoint = last_checkpoint(folder)
     if checkpoint is None:
-        return "There is no whole checkpoint yet; --resume starts at the beginning."
-    return f"The last whole checkpoint is {checkpoint}; --resume goes on from it."
+        return "There is no whole checkpoint yet; the run would start again at step 0."
+    return f"The last whole checkpoint is {checkpoint}; the same command (of train with --resume) goes on from it."

@@ -213,7 +213,12 @@ def test_the_file_of_a_healed_model_is_its_checkpoint(gguf_type, allowed, tmp_pa
     with refused(r"small\.gguf exists"):
         heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(small))
     small.unlink()
-    heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(small), gguf_type=gguf_type)
+    results = heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(small), gguf_type=gguf_type)
+    size, before = (file.stat().st_size for file in (small, path))
+    assert results.headline["gguf_size"]["value"] == size / 2**20
+    words = f"{size / 1e6:.1f} MB, {1 - size / before:.1%} smaller than the original's {before / 1e6:.1f} MB"
+    assert words in results.headline["gguf_size"]["sentence"]
+    assert words in (tmp_path / "healed" / "report.html").read_text().replace("&#39;", "'")
     assert ("F16" in {tensor.tensor_type.name for tensor in gguf.GGUFReader(small).tensors}) == (gguf_type == "f16")
     healed = load(tmp_path / "healed", dtype="float64")
     expected = healed(input_ids=IDS).logits[0, -1].log_softmax(-1)

@@ -63,8 +63,9 @@ function layoutFor(div, { data, layout }) {
     base.shapes = [...(base.shapes || []), { type: "rect", ...ends, layer: "below", line: { width: 0 }, fillcolor: template.layout.yaxis.gridcolor }];
   }
   base.xaxis.fixedrange = base.yaxis.fixedrange = !FINE;
-  const height = isMap ? Math.max(240, Math.min(width, 500) * 0.88) : Math.min(base.height, paper() ? 260 : base.height) + legendHeight(base, data, width);
-  const margin = { l: width < 480 ? 46 : 56, r: 12, t: isMap ? 8 : 20, b: 44 };
+  const toolbar = paper() ? 0 : 26; // it may cover no cell and no name of a line
+  const height = toolbar + (isMap ? Math.max(240, Math.min(width, 500) * 0.88) : Math.min(base.height, paper() ? 260 : base.height) + legendHeight(base, data, width));
+  const margin = { l: width < 480 ? 46 : 56, r: 12, t: (isMap ? 8 : 20) + toolbar, b: 44 };
   return { ...base, template, height, width, margin, autosize: false, dragmode: FINE ? "zoom" : false };
 }
 

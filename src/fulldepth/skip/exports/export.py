@@ -6,7 +6,7 @@ import gc
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -56,6 +56,7 @@ from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import ExportSettings
 from fulldepth.skip.exports.fold import logits, probes, rounding_error, scaled_logits
 from fulldepth.skip.exports.formats import FORMATS, Draft, Format, check_format, known_format
+from fulldepth.skip.exports.formats.gguf import source_of
 from fulldepth.skip.plan import MOST_BYTES, Plan, in_sample
 
 NOTES = "fulldepth_skip.json"
@@ -68,18 +69,20 @@ ALLOWANCE, MOST_NOISE = 1.5, 0.2
 ROUGH = 0.05
 """Change of logits by rounding to the types of a GGUF file above which its note names a finer type."""
 STOCK = """\
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("PATH")"""
+model = AutoModelForCausalLM.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH")"""
 CARRIED = """\
 from fulldepth.skip import load
 
 model = load("PATH")
 
-# Without fulldepth, run the code that the checkpoint carries:
-from transformers import AutoModelForCausalLM
+# Without fulldepth, run the code that the checkpoint carries, also for the tokenizer:
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)"""
+model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)"""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,17 @@ class Export:
     verified: bool
     """Whether the program that the format targets has loaded it and computed these logits."""
     notes: tuple[str, ...]
+    source_bytes: int | None = None
+    """Size of the GGUF file that a GGUF file was made from; None for other formats."""
+
+    @property
+    def size(self) -> str:
+        """The size in words, of a GGUF file beside that of its source."""
+        if self.source_bytes is None:
+            return f"{self.bytes / 1e6:.1f} MB"
+        change = self.bytes / self.source_bytes - 1
+        direction = f"{abs(change):.1%} {'larger' if change > 0 else 'smaller'} than"
+        return f"{self.bytes / 1e6:.1f} MB, {direction} the original's {self.source_bytes / 1e6:.1f} MB"
 
 
 @takes_settings(ExportSettings)
@@ -162,6 +176,7 @@ def export(
         noise = min(ALLOWANCE * rounding_error(anatomy, plan, ids, expected, file_format.precision), MOST_NOISE)
         allowed = max(file_format.tolerance(folding, expected.dtype), noise)
         draft = Draft(stock, plan, folding, part, most_bytes, settings.gguf_type)
+        before = source_of(loaded).stat().st_size if single else None
         with nullcontext() if single else generation_settings(stock.model, part), silent():
             notes = [*file_format.write(draft), *draft.notes, *opened.warnings]
         if draft.stored:
@@ -179,7 +194,7 @@ def export(
             parameters, size = read_header(part).weights.elements, part.stat().st_size
             if not verified:
                 notes.append("UNVERIFIED: llama.cpp has not loaded it, which needs `pip install xllamacpp`.")
-            return Export(format, target, logit_error, parameters, size, verified, tuple(notes))
+            return Export(format, target, logit_error, parameters, size, verified, tuple(notes), before)
         publish_older_names(part)
         if file_format.reader == "carried":
             notes.append(f"The code in this folder was tested with transformers {', '.join(TESTED_TRANSFORMERS)}.")
@@ -244,11 +259,27 @@ def prove_file(path: Path, ids: Tensor, expected: Tensor, allowed: float) -> tup
     return error, False
 
 
-def card_of(plan: Plan, format: Format, logit_error: float, parameters: int, notes: Sequence[str]) -> ModelCard:
-    """The card of an export: what was removed, held-out losses, how far the logits are from the plan's."""
+def card_of(
+    plan: Plan,
+    format: Format,
+    logit_error: float,
+    parameters: int,
+    notes: Sequence[str],
+    healed: Mapping[str, str] | None = None,
+) -> ModelCard:
+    """The card of an export: what was removed, held-out losses, how far the logits are from the plan's.
+
+    Args:
+        plan: of the export.
+        format: of the export.
+        logit_error: see `Export`.
+        parameters: see `Export`.
+        notes: see `Export`.
+        healed: what is known of a model that was healed after the plan, name -> value, in place of the plan's losses.
+    """
     name = one_line(plan.model.name, 200)
     title = f"{name} without {plan.what}"
-    scalars = "" if plan.healed_loss is None else ", and scalars fitted on the remaining blocks compensate for them"
+    change = "" if plan.healed_loss is None else ", and scalars fitted on the remaining blocks compensate for them"
     losses = {"Held-out loss of the original": plan.losses[0], "without the blocks": plan.losses[-1]}
     if plan.healed_loss is not None:
         losses["without the blocks, with scalars"] = plan.healed_loss
@@ -258,9 +289,11 @@ def card_of(plan: Plan, format: Format, logit_error: float, parameters: int, not
     shown = text if isinstance(text, str) else f"examples with the hash {plan.data['hash']}"
     numbers["Held-out text"] = one_line(shown, 200).replace("|", r"\|")
     numbers |= {"In-sample": sentence} if (sentence := in_sample(plan)) else {}
+    if healed is not None:
+        change, numbers = ", and the weights that stay were healed", dict(healed)
     return ModelCard(
         title=title,
-        method=f"{title} (layers are counted from 1). The blocks were chosen by {plan.search} search{scalars}: "
+        method=f"{title} (layers are counted from 1). The blocks were chosen by {plan.search} search{change}: "
         "[Hopscotch](https://arxiv.org/abs/2506.03303), with fulldepth.",
         numbers=numbers
         | {
