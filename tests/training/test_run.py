@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
@@ -18,7 +19,8 @@ from fulldepth.results import Results
 from fulldepth.settings import assignments, layer, read
 from fulldepth.training import TrainSettings, export_run, train
 from refusals import refused
-from training.conftest import SHORT, settings, train_by
+from tiny_models import same_weights
+from training.conftest import SHORT, interrupted, settings, train_by
 
 
 def values(results, measure, step, site=None):
@@ -65,6 +67,21 @@ def test_the_record_tells_what_the_checkpoints_do(recipe, tmp_path):
     assert f"| Validation loss | {values(results, 'validation_loss', 6)[0]:.4g} nats |" in card.text
     assert f"| Tokens | {6 * 4 * 24} |" in card.text
     assert f"of the last evaluation, on a held-out part of {settings(path).data.name}." in card.text
+
+
+def test_an_infinite_alpha_survives_recipe_record_and_resume(recipe, tmp_path, main):
+    """JREG, App. D: the penalty of the last layer alone."""
+    path, run = recipe(objective={"jump": {"weight": 0.5, "alpha": math.inf}}), tmp_path / "run"
+    results = train_by(path, run)
+    for folder in (path, run / "settings.yaml"):
+        assert settings(folder).objective.terms["jump"]["alpha"] == math.inf
+    assert results.meta["settings"]["objective"]["jump"] == {"weight": 0.5, "alpha": ".inf"}
+    assert Results.load(run).meta["settings"] == results.meta["settings"]
+    rest = interrupted(run, 8, tmp_path / "rest")
+    changes = ("objective.jump.weight=0.5", "objective.jump.alpha=inf")
+    assert main("train", str(recipe()), *changes, "--output", str(rest), "--resume")[0] == 0
+    first, second = (load_file(folder / "checkpoint-8" / "model.safetensors") for folder in (run, rest))
+    assert same_weights(first, second)
 
 
 def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):
