@@ -93,8 +93,8 @@ def as_stock(model: PreTrainedModel) -> PreTrainedModel:
         raise FulldepthError(f"A {config.model_type} is exported from memory only. Load it without a device map.")
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
         stock: PreTrainedModel = stock_class(config.stock_config())
-    weights = model.stock_weights() if hasattr(model, "stock_weights") else model.state_dict()
-    stock.load_state_dict(weights, assign=True)
+    stock_weights: Any = getattr(model, "stock_weights", model.state_dict)
+    stock.load_state_dict(stock_weights(), assign=True)
     stock.tie_weights()
     stock.generation_config = model.generation_config
     return stock.train(model.training)
