@@ -34,75 +34,17 @@ from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import StoppedError
 from fulldepth.exit import Decoder, sweep
 from fulldepth.hf import load_checkpoint, load_tokenizer
-from fulldepth.settings import assignments, layer, merge
+from fulldepth.settings import assignments, layer, merge, read
 from fulldepth.settings.train import TrainSettings
 from fulldepth.skip import search
 
-TREE = {"type": "depth_llama", "residual": "tree"}
-ARMS: dict[str, dict[str, Any]] = {
-    "hyper": {"model": {"type": "depth_llama", "residual": "hyper"}},
-    "quarter": {},  # a quarter of the batch, four times the steps
-    "lime": {"model": {"type": "depth_llama", "memory": "static"}, "router_learning_rate": 1e-2},
-    "aligned": {"method": "aligned"},
-    "tree-cr": {
-        "model": TREE,
-        "method": "cr",
-        "objective": {"coherence": {"weight": 0.01, "target": 0.35}, "orthogonality": {"weight": 0.01}},
-    },
-    "serial-14": {"model": {"num_hidden_layers": 14}},
-    "tree": {"model": TREE},
-    "scaled": {"model": {"type": "depth_llama", "norm_scaling": True}},
-    "jreg": {"method": "jreg"},
-    "jreg-last": {"objective": {"jump": {"weight": 1.0, "alpha": math.inf}}},
-    "llama": {},
-}
-"""Arm -> changes of the pool's settings; those that take longest come first."""
-
-
-def llama(width: int, heads: int, feed_forward: int) -> dict[str, Any]:
-    """A Llama of 12 layers with an untied head."""
-    sizes = {"hidden_size": width, "intermediate_size": feed_forward, "num_attention_heads": heads}
-    return {"type": "llama", "num_hidden_layers": 12, "num_key_value_heads": heads, **sizes}
-
-
-COMMON = {"learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup": 0.1, "keep_checkpoints": 1}
-POOLS: dict[str, dict[str, Any]] = {
-    "smoke": {**COMMON, "model": llama(32, 2, 64), "steps": 8, "global_batch_size": 4, "sequence_length": 64},
-    "small": {**COMMON, "model": llama(128, 4, 344), "steps": 2000, "global_batch_size": 16, "sequence_length": 128},
-    "small-cuda": {
-        **COMMON,
-        "model": llama(384, 6, 1024),
-        "steps": 512,
-        "global_batch_size": 32,
-        "sequence_length": 512,
-        "precision": "autocast",
-    },
-}
-"""Pool, with the device where it is not the CPU -> settings of `fulldepth.train`."""
-VOCABULARY = {"smoke": 512}
-WINDOWS = {"smoke": 16}
-"""Held-out windows that are measured, where they are not 64."""
-DEFAULT_PROCESSES = {"cpu": 2, "cuda": 8}
-MEASURES = {
-    "displacement": ("displacement", "residual", "mean"),
-    "lens_loss": ("lens_loss", "residual", "mean"),
-    "lens_accuracy": ("lens_accuracy", "residual", "mean"),
-    "norm_ratio": ("norm_ratio", "residual", "mean"),
-    "coherence_layer": ("coherence", "residual", "mean_corrected"),
-    "coherence_attention": ("coherence", "attention", "mean_corrected"),
-    "effective_layer": ("coherence", "residual", "share_0.3_0.7"),
-    "effective_attention": ("coherence", "attention", "share_0.3_0.7"),
-    "cosine_to_last": ("cosine", "residual", "mean"),
-    "cka_to_last": ("cka", "residual", "debiased:no-first"),
-    "value_entropy": ("renyi_entropy", "value", "mean:plain:1"),
-    "state_entropy": ("renyi_entropy", "residual", "mean:plain:1"),
-}
-"""Number by layer of a run -> measure, site and statistic."""
+DESIGN: dict[str, Any] = read(Path(__file__).with_name("pools.yaml"), "train")
+POOLS, ARMS, MEASURES = (DESIGN[name] for name in ("pools", "arms", "measures"))
 
 
 def settings_of(pool: str, arm: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of `fulldepth.train` for an arm, without seed, device and places."""
-    settings = merge(merge(POOLS[pool], changes), ARMS[arm])
+    settings = merge(merge(DESIGN["common"] | POOLS[pool], changes), ARMS[arm])
     if arm == "quarter":
         settings |= {"steps": 4 * settings["steps"], "global_batch_size": settings["global_batch_size"] // 4}
     if arm == "tree-cr":  # the paper's share of steps with the energy penalty
@@ -131,7 +73,7 @@ def prepare(pool: str, source: str, home: Path) -> Path:
         (part / name).mkdir(parents=True)
         for number, text in enumerate(documents):
             (part / name / f"{number:02}.txt").write_text(text, "utf-8")
-    train_tokenizer(texts, VOCABULARY.get(pool, 4096)).save_pretrained(part / "tokenizer")
+    train_tokenizer(texts, DESIGN["vocabulary"][folder.name]).save_pretrained(part / "tokenizer")
     return part.rename(folder)
 
 
@@ -293,7 +235,11 @@ def execute(
     early = table[(table.step == settings["eval_every"]) & (table.measure == "jump_rate")].sort_values("layer").value
     numbers |= {f"quarter_zeta_{back}": value for back, value in enumerate(early.tolist()[::-1])}
     numbers = {name: float(value) for name, value in numbers.items()}
-    common = {"sequence_length": settings["sequence_length"], "max_sequences": WINDOWS.get(pool, 64), "device": device}
+    common = {
+        "sequence_length": settings["sequence_length"],
+        "max_sequences": DESIGN["windows"][pool],
+        "device": device,
+    }
     checkpoint = str(folder / f"checkpoint-{steps}")
     model, tokenizer = load_checkpoint(checkpoint, device=device).model, load_tokenizer(checkpoint)
     subject, refused = Subject(arm, model, tokenizer, data, common), {}
@@ -309,7 +255,7 @@ def execute(
             "pool": pool,
             "arm": arm,
             "seed": seed,
-            "settings": hash_of(repr(settings)),
+            "settings": hash_of(settings),
             "versions": results.meta["versions"],
         },
         **{"device": torch.cuda.get_device_name() if device == "cuda" else device, **facts},
@@ -374,10 +320,10 @@ def main() -> None:
     path = asked.output / f"{pool}.jsonl"
     finished = {(line["arm"], line["seed"]): line for line in read_lines(path)}
     for (arm, seed), line in finished.items():
-        if arm in settings and line["settings"] != hash_of(repr(settings[arm])):
+        if arm in settings and line["settings"] != hash_of(settings[arm]):
             raise SystemExit(f"{path} holds {arm}, seed {seed}, with other settings. Choose another --output.")
     left = [(arm, int(seed)) for seed in asked.seeds.split(",") for arm in arms if (arm, int(seed)) not in finished]
-    number = min(asked.processes or DEFAULT_PROCESSES[asked.device], max(1, len(left)))
+    number = min(asked.processes or DESIGN["processes"][asked.device], max(1, len(left)))
     running: dict[tuple[str, int], float] = {}
 
     def expected(arm: str) -> float:
