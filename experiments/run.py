@@ -226,12 +226,13 @@ def execute(
     recipe = merge(settings, {"data": places, "tokenizer": str(data / "tokenizer"), "seed": seed, "device": device})
     results = fulldepth.train(layer(TrainSettings, recipe), folder, resume=True, progress=False)
     table, steps = results.table, settings["steps"]
-    rows = table.set_index(["step", "measure"]).value
+    last = table[table.step == steps]
     numbers: dict[str, Any] = {
-        "validation_loss": rows[steps, "validation_loss"],
-        "train_loss": rows[steps, "train_loss"],
+        "validation_loss": last[last.measure == "validation_loss"].value.item(),
+        "train_loss": last[last.measure == "train_loss"].value.item(),
+        "train_seconds": last[last.measure == "elapsed"].value.item(),
+        "peak_mib": table[table.measure == "peak_memory"].value.max(),
     }
-    numbers |= {"train_seconds": rows[steps, "elapsed"], "peak_mib": table[table.measure == "peak_memory"].value.max()}
     early = table[(table.step == settings["eval_every"]) & (table.measure == "jump_rate")].sort_values("layer").value
     numbers |= {f"quarter_zeta_{back}": value for back, value in enumerate(early.tolist()[::-1])}
     numbers = {name: float(value) for name, value in numbers.items()}
