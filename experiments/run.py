@@ -138,7 +138,7 @@ def measured(subject: Subject) -> dict[str, Any]:
     losses = numbers["lens_loss"]
     numbers["near_final"] = next(layer for layer, loss in enumerate(losses) if loss <= 1.05 * losses[-1])
     for name in ("effective_depth", "median_saturation"):
-        numbers[name] = results.headline[name]["value"]
+        numbers[name] = results.headline.get(name, {}).get("value")
     jumps = table[(table.measure == "jump_rate") & (table.statistic == "value")].set_index("layer").value
     return numbers | {f"zeta_{back}": float(jumps[depth - back]) for back in range(3)}
 
