@@ -244,9 +244,9 @@ def execute(
     checkpoint = str(folder / f"checkpoint-{steps}")
     model, tokenizer = load_checkpoint(checkpoint, device=device).model, load_tokenizer(checkpoint)
     subject, refused = Subject(arm, model, tokenizer, data, common), {}
-    for name, probe in PROBES.items():
+    for name in DESIGN["probes"].get(pool, PROBES):
         try:
-            numbers |= probe(subject)
+            numbers |= PROBES[name](subject)
         except fulldepth.FulldepthError as error:
             refused[name] = str(error)
     shutil.rmtree(folder)
