@@ -70,6 +70,7 @@ BUILDERS = {
     "llama": built(tf.LlamaForCausalLM, **DECODER),
     "llama-classifier": built(tf.LlamaForSequenceClassification, **DECODER, num_labels=3),
     "depth_llama": _depth_llama,
+    "depth_llama-scaled": lambda: _depth_llama(norm_scaling=True),
     "depth_llama-tree": lambda: _depth_llama(residual="tree", tree={1: (-1, 0), 2: (0, 1)}),
     "depth_llama-hyper": lambda: _depth_llama(residual="hyper", num_streams=2),
     "depth_llama-static": lambda: _depth_llama(memory="static"),

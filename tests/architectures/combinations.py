@@ -29,7 +29,9 @@ TREE = {"residual": "tree", "tree": {1: (-1, 0), 2: (0, 1), 4: (1, 3)}}
 SWITCHES = {
     "serial": {},
     "serial-odd": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 10},
+    "scaled": {"norm_scaling": True},
     "tree": TREE,
+    "tree-scaled": {**TREE, "norm_scaling": True},
     "hyper": {"residual": "hyper", "num_streams": 4},
     "hyper-static": {"residual": "hyper", "num_streams": 3, "hyper_dynamic": False},
     "static": {"memory": "static"},
@@ -48,7 +50,7 @@ SWITCHES = {
     "tree-skipping": {"residual": "tree", "tree": {2: (-1, 0), 3: (1, 0)}, "memory": "dynamic"},
 }
 
-PUSHED = ("serial-odd", "tree", "hyper", "static", "dynamic", "dynamic-raw", "dynamic-pruned", "kv-public")
+PUSHED = ("serial-odd", "scaled", "tree", "hyper", "static", "dynamic", "dynamic-raw", "dynamic-pruned", "kv-public")
 PUSHED += ("tree-static", "tree-dynamic")
 EVERY = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in PUSHED else pytest.mark.thorough) for name in SWITCHES]

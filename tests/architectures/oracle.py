@@ -194,13 +194,15 @@ def through_connection(connection, streams, branch):
 def one_layer(layer, x, memory, setting, trace):
     """The pre-norm block, plain or with streams."""
     eps = setting.config.rms_norm_eps
+    number = len(trace.states)  # of the layer, from 1
+    scale = 1 / math.sqrt(number) if getattr(setting.config, "norm_scaling", False) else 1.0
 
     def attention(y):
-        normed = rms_norm(y, layer["input_layernorm.weight"], eps)
+        normed = scale * rms_norm(y, layer["input_layernorm.weight"], eps)
         return self_attention(layer.at("self_attn"), normed, y, memory, setting, trace)
 
     def mlp(y):
-        return swiglu(layer.at("mlp"), rms_norm(y, layer["post_attention_layernorm.weight"], eps))
+        return swiglu(layer.at("mlp"), scale * rms_norm(y, layer["post_attention_layernorm.weight"], eps))
 
     if setting.config.residual == "hyper":
         x = through_connection(layer.at("attention_connection"), x, attention)

@@ -28,6 +28,8 @@ REFUSED = {
     "kv_init": ({"memory": "kv", "kv_init": "identty"}, "identity"),
     "router_input": ({"memory": "dynamic", "router_input": "norm"}, "normed"),
     "tree of a serial model": ({"tree": {1: (-1, 0)}}, "tree"),
+    "scaled norms with memory": ({"norm_scaling": True, "memory": "kv"}, "memory"),
+    "scaled norms by a number": ({"norm_scaling": 1}, "norm_scaling"),
     "no stream": ({"residual": "hyper", "num_streams": 0}, "num_streams"),
     "half a stream": ({"residual": "hyper", "num_streams": 2.5}, "num_streams"),
     "top-p of 0": ({"memory": "dynamic", "router_top_p": 0.0}, "router_top_p"),

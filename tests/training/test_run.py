@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
@@ -19,7 +20,8 @@ from fulldepth.settings import assignments, layer, read
 from fulldepth.training import TrainSettings, export_run, train
 from fulldepth.training.plan import dry_run_lines
 from refusals import refused
-from training.conftest import SHORT, settings, train_by
+from tiny_models import same_weights
+from training.conftest import SHORT, interrupted, settings, train_by
 
 
 def values(results, measure, step, site=None):
@@ -77,6 +79,21 @@ def test_a_smaller_micro_batch_than_asked_is_said(size, note, recipe, tmp_path):
     (batch,) = (line for line in dry_run_lines(settings(path)) if line[0] == "batch")
     assert batch[1] == ("1 x 6 x 1" if size == 7 else "1 x 3 x 2")
     assert (sentence in batch[2]) is note
+
+
+def test_an_infinite_alpha_survives_recipe_record_and_resume(recipe, tmp_path, main):
+    """JREG, App. D: the penalty of the last layer alone."""
+    path, run = recipe(objective={"jump": {"weight": 0.5, "alpha": math.inf}}), tmp_path / "run"
+    results = train_by(path, run)
+    for folder in (path, run / "settings.yaml"):
+        assert settings(folder).objective.terms["jump"]["alpha"] == math.inf
+    assert results.meta["settings"]["objective"]["jump"] == {"weight": 0.5, "alpha": ".inf"}
+    assert Results.load(run).meta["settings"] == results.meta["settings"]
+    rest = interrupted(run, 8, tmp_path / "rest")
+    changes = ("objective.jump.weight=0.5", "objective.jump.alpha=inf")
+    assert main("train", str(recipe()), *changes, "--output", str(rest), "--resume")[0] == 0
+    first, second = (load_file(folder / "checkpoint-8" / "model.safetensors") for folder in (run, rest))
+    assert same_weights(first, second)
 
 
 def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):

@@ -8,6 +8,7 @@ still need code here.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -42,7 +43,10 @@ MOST_PROBLEMS = 100
 class Settings(pydantic.BaseModel):
     """Base of every command's settings: frozen; unknown keys and implicit conversions are errors."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    # Dumps keep infinities; pydantic's default replaces them by None.
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
+    )
 
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Panel of the command's help -> settings that have their own option there."""
@@ -58,6 +62,17 @@ class Settings(pydantic.BaseModel):
 
 
 S = TypeVar("S", bound=pydantic.BaseModel)
+
+
+def recorded(settings: Settings) -> dict[str, Any]:
+    """Settings for a JSON document, which has no infinity: there it is the text `.inf`, as in a recipe."""
+
+    def written(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: written(inner) for key, inner in value.items()}
+        return ".inf" if value == math.inf else value
+
+    return written(settings.model_dump(mode="json"))
 
 
 def layer(model: type[S], *sources: Mapping[str, Any], lists_of_one: bool = True) -> S:
@@ -253,7 +268,7 @@ def _inner_class(model: type[pydantic.BaseModel] | None, key: str) -> type[pydan
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's core schema: only true/false are booleans (`no` is text), 1e-3 is a number, dates are text.
+    """YAML 1.2's core schema: only true/false are booleans (`no` is text), 1e-3 and inf are numbers, dates are text.
 
     Aliases (nine short lines can expand to a billion values), tags, deep nesting and very long numbers are refused.
     """
@@ -304,8 +319,8 @@ _PLAIN = {  # type -> pattern of its scalars, and their possible first character
     "bool": (r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
     "int": (r"[-+]?(?:0|[1-9][0-9]*)", [*"-+0123456789"]),
     "float": (
-        rf"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*){_EXPONENT}?|[0-9]+{_EXPONENT}|\.inf)|\.nan",
-        [*"-+.0123456789"],
+        rf"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*){_EXPONENT}?|[0-9]+{_EXPONENT}|\.?inf)|\.nan",
+        [*"-+.0123456789i"],
     ),
 }
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)

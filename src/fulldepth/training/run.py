@@ -17,6 +17,7 @@ from fulldepth.hf import silent
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, versions
 from fulldepth.settings.keywords import takes_settings
+from fulldepth.settings.layers import recorded
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.callback import RunCallback, stopping
 from fulldepth.training.evaluation import evaluate
@@ -98,7 +99,7 @@ def train(
             meta: dict[str, Any] = {
                 "kind": KIND,
                 "recipe": name,
-                "settings": settings.model_dump(mode="json"),
+                "settings": recorded(settings),
                 "model": {
                     "name": name,
                     "class": type(model).__name__,

@@ -15,7 +15,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import tiny_models
 from fulldepth import exit
@@ -24,7 +24,7 @@ from fulldepth.execution import readers
 from fulldepth.healing import heal
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.export import NOTES, export, load
-from fulldepth.skip.exports.formats import FORMATS, decilm
+from fulldepth.skip.exports.formats import FORMATS, as_stock, decilm
 from json_files import read_json, write_json
 from refusals import refused
 from skip import planned
@@ -106,6 +106,19 @@ def test_a_depth_llama_without_switches_becomes_a_stock_model(tmp_path):
     made = load(export(plan, model, "folded", tmp_path / "plain").path)
     assert type(made).__module__.startswith("transformers.")
     assert relative(logits(made), expected) < 1e-5
+
+
+def test_scaled_norms_become_gains_of_a_stock_model(tmp_path):
+    """The factor multiplies the gain in both, so logits are equal to the bit; also proven in a fresh process."""
+    model, plan, expected = prepared("depth_llama-scaled", [2])
+    stock = as_stock(model)
+    assert type(stock) is LlamaForCausalLM
+    assert torch.equal(logits(stock), logits(model))
+    gains = (each.model.layers[2].input_layernorm.weight for each in (stock, model))
+    assert torch.equal(next(gains), next(gains) * 3**-0.5)
+    report = export(plan, model, "folded", tmp_path / "plain")
+    assert report.verified
+    assert relative(logits(load(report.path)), expected) < 1e-5
 
 
 @pytest.mark.usefixtures("unproven")

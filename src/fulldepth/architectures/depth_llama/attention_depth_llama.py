@@ -28,16 +28,26 @@ from .memory_depth_llama import DynamicRouter, KeyValueRouter, StaticRouter, rou
 
 
 class DepthLlamaRMSNorm(LlamaRMSNorm):
-    """`gain * x / rms(x)`; statistics in float32, or in float64 for float64 input."""
+    """`gain * x / rms(x)`; statistics in float32, or in float64 for float64 input.
+
+    A fixed `scale` multiplies the gain (LayerNorm scaling), so a norm whose gain is `folded_gain()` gives the same.
+    """
+
+    def __init__(self, hidden_size: int, eps: float, scale: float = 1.0) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.scale = scale
+
+    def folded_gain(self) -> Tensor:
+        """[D] the gain times the scale."""
+        return self.weight if self.scale == 1 else self.weight * self.scale
 
     def forward(self, hidden_states: Tensor, normalised: Tensor | None = None) -> Tensor:
         """Normalise `[..., D]`, or only apply the gain where `x / rms(x)` is there already, in the type of `x`."""
-        if normalised is not None and normalised.dtype == hidden_states.dtype:
-            return self.weight * normalised
-        if hidden_states.dtype != torch.float64:
-            return super().forward(hidden_states)
-        variance = hidden_states.square().mean(-1, keepdim=True)
-        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
+        if normalised is None or normalised.dtype != hidden_states.dtype:
+            wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+            variance = wide.square().mean(-1, keepdim=True)
+            normalised = (wide * torch.rsqrt(variance + self.variance_epsilon)).to(hidden_states.dtype)
+        return self.folded_gain() * normalised
 
 
 class DepthLlamaRotaryEmbedding(LlamaRotaryEmbedding):

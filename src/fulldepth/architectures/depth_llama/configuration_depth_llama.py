@@ -83,6 +83,9 @@ class DepthLlamaConfig(LlamaConfig):
     """Residual streams of `hyper`."""
     hyper_dynamic: bool = True
     """Whether the connections of `hyper` depend on the streams, or are constants."""
+    norm_scaling: bool = False
+    """LayerNorm scaling (arXiv 2502.05795): the output of both norms of layer l is multiplied by `l**-0.5`. It has no
+    parameters. The stock class computes the same with the factors in the gains of its norms."""
     memory: Memory = "none"
     """Source of the attention's keys and values. `none`: the residual stream. `static`, `dynamic`: for every key/value
     head, a mixture of all earlier layers' outputs ("LIME", Sec. 4); `kv`: a linear map of the key and value states of
@@ -118,7 +121,7 @@ class DepthLlamaConfig(LlamaConfig):
 
     @property
     def switches(self) -> dict[str, str]:
-        """The switches that differ from a Llama, with their values."""
+        """The switches that the stock class cannot compute, with their values."""
         plain = {"residual": "serial", "memory": "none"}  # the others need one of these
         return {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
 
@@ -159,6 +162,13 @@ class DepthLlamaConfig(LlamaConfig):
                 f"memory={self.memory!r} with residual='hyper' has no meaning: memory mixes the outputs of earlier "
                 f"layers, and a layer of Hyper-Connections has {self.num_streams} streams and no single output. Use "
                 "residual='serial' or 'tree'."
+            )
+        if not isinstance(self.norm_scaling, bool):
+            raise ValueError(f"norm_scaling must be true or false, got {self.norm_scaling!r}")
+        if self.norm_scaling and self.memory != "none":
+            raise ValueError(
+                f"norm_scaling is defined for the two norms of a layer; memory={self.memory!r} reads earlier layers "
+                "without the first of them. Use memory='none'."
             )
         needs = {  # switches that have no effect otherwise
             "tree": (self.tree is not None, "residual", "tree"),

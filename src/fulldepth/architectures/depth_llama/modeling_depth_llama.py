@@ -39,8 +39,9 @@ class DepthLlamaDecoderLayer(GradientCheckpointingLayer):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = DepthLlamaAttention(config, layer_idx)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = DepthLlamaRMSNorm(width, eps=eps)
-        self.post_attention_layernorm = DepthLlamaRMSNorm(width, eps=eps)
+        scale = (layer_idx + 1) ** -0.5 if config.norm_scaling else 1.0
+        self.input_layernorm = DepthLlamaRMSNorm(width, eps=eps, scale=scale)
+        self.post_attention_layernorm = DepthLlamaRMSNorm(width, eps=eps, scale=scale)
         self.tree_norms: nn.ModuleList | None = None
         if config.residual == "tree" and layer_idx in (config.tree or {}):
             self.tree_norms = nn.ModuleList(DepthLlamaRMSNorm(width, eps=eps) for _ in ("ancestor", "previous"))
@@ -300,7 +301,7 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     stock_class = LlamaForCausalLM
-    """Class that computes the same, with weights of the same names, when no switch is thrown."""
+    """Class that computes the same with `stock_weights`, which have the same names, when no switch is thrown."""
 
     def __init__(self, config: DepthLlamaConfig) -> None:
         super().__init__(config)
@@ -353,6 +354,15 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def stock_weights(self) -> dict[str, Tensor]:
+        """Weights of the stock class that computes the same: scaled norms have their scale in the gain."""
+        gains = {
+            f"{name}.weight": module.folded_gain().detach()
+            for name, module in self.named_modules()
+            if isinstance(module, DepthLlamaRMSNorm)
+        }
+        return self.state_dict() | gains
 
     def added_parameters(self) -> set[str]:
         """Names of the weights that the switches add to a Llama: routers, connections and their norms.

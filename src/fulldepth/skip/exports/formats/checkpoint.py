@@ -98,7 +98,8 @@ def as_stock(model: PreTrainedModel) -> PreTrainedModel:
         raise FulldepthError(f"A {config.model_type} is exported from memory only. Load it without a device map.")
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
         stock: PreTrainedModel = stock_class(config.stock_config())
-    stock.load_state_dict(model.state_dict(), assign=True)
+    stock_weights: Any = getattr(model, "stock_weights", model.state_dict)
+    stock.load_state_dict(stock_weights(), assign=True)
     if weights_apart(model):
         state_untied(stock.config)
     stock.tie_weights()

@@ -1,0 +1,92 @@
+"""Verdicts of experiments/verdicts.py against scipy, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from places import ROOT
+
+sys.path.insert(0, str(ROOT / "experiments"))
+
+from run import sealed
+from verdicts import CLAIMS, holm, judge, load, table_of
+
+DEPTH = 12
+
+
+def line(arm, seed, **numbers):
+    rng = np.random.default_rng([seed, len(arm)])
+    by_layer = {name: rng.uniform(0.1, 0.9, DEPTH).tolist() for name in ("displacement", "coherence_attention")}
+    plain = {"validation_loss": float(rng.normal(4, 0.05)), "zeta_0": 5.0 + float(rng.normal()), **by_layer}
+    return {"arm": arm, "seed": seed, "versions": {"torch": "2"}, "device": "cpu", "numbers": plain | numbers}
+
+
+def stored(path, lines):
+    path.write_text("".join(json.dumps(sealed(each)) + "\n" for each in lines))
+    return path
+
+
+def lines(arms=("llama", "jreg", "tree"), seeds=5, **numbers):
+    return [line(arm, seed, **numbers) for arm in arms for seed in range(seeds)]
+
+
+def test_a_claim_is_a_paired_one_sided_t_test(tmp_path):
+    runs = load(stored(tmp_path / "small.jsonl", lines()))
+    judged = judge("JREG", "loss", CLAIMS["papers"]["JREG"]["loss"], runs)
+    ours, theirs = ([runs[arm][seed]["validation_loss"] for seed in range(5)] for arm in ("jreg", "llama"))
+    expected = stats.ttest_rel(ours, theirs, alternative="less")
+    assert judged.p == pytest.approx(expected.pvalue, rel=1e-9)
+    assert judged.bound == pytest.approx(-expected.confidence_interval(0.95).high, rel=1e-9)
+    assert judged.mean == pytest.approx(np.mean(ours) - np.mean(theirs))
+    middle = judge("JREG", "middle", CLAIMS["papers"]["JREG"]["middle"], runs)
+    means = [[np.mean(runs[arm][seed]["displacement"][1:11]) for seed in range(5)] for arm in ("jreg", "llama")]
+    assert middle.p == pytest.approx(stats.ttest_rel(*means, alternative="greater").pvalue, rel=1e-9)
+
+
+def test_holm_by_its_definition():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+
+
+@pytest.mark.parametrize(
+    ("changed", "seeds", "expected"),
+    [
+        ({"tree": -0.5}, 5, "| held |"),
+        ({"tree": 0.5}, 5, "| not held |"),
+        ({"tree": -0.5}, 3, "| held (indication, 3 seeds) |"),
+        ({"tree": -0.5}, 2, "| not judged: 2 seeds; it takes 3 |"),
+    ],
+)
+def test_verdicts(changed, seeds, expected, tmp_path):
+    every = lines(seeds=seeds)
+    for each in every:
+        each["numbers"]["validation_loss"] += changed.get(each["arm"], 0.0)
+    table = table_of("small", load(stored(tmp_path / "small.jsonl", every)))
+    [row] = [text for text in table if "tree-loss" in text]
+    assert row.endswith(expected)
+
+
+def test_without_a_jump_its_claims_are_not_judged(tmp_path):
+    table = table_of("small", load(stored(tmp_path / "small.jsonl", lines(zeta_0=0.2))))
+    assert all("not judged: zeta_0 of llama is 0.20, below 1.0" in text for text in table if "zeta_L." in text)
+
+
+def test_damaged_repeated_and_mixed_lines_are_one_message_each(tmp_path):
+    path = stored(tmp_path / "small.jsonl", lines())
+    whole = path.read_text()
+    path.write_text(whole.replace('"seed": 0', '"seed": 9', 1))
+    with pytest.raises(SystemExit, match="line 1: damaged or edited"):
+        load(path)
+    path.write_text(whole + "{broken\n")
+    with pytest.raises(SystemExit, match="line 16: damaged"):
+        load(path)
+    path.write_text(whole + whole.splitlines(keepends=True)[0])
+    with pytest.raises(SystemExit, match="llama, seed 0 stands there twice"):
+        load(path)
+    other = line("lime", 0) | {"versions": {"torch": "3"}}
+    with pytest.raises(SystemExit, match="differ in versions"):
+        load(stored(path, [*lines(), other]))
