@@ -41,6 +41,7 @@ SWITCHES = (
     "kv_init",
     "router_input",
     "router_top_p",
+    "norm_scaling",
 )
 """Options of a `depth_llama` that change no size and that a checkpoint of another type lacks."""
 
