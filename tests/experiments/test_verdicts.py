@@ -14,7 +14,7 @@ from places import ROOT
 sys.path.insert(0, str(ROOT / "experiments"))
 
 from run import sealed
-from verdicts import CLAIMS, holm, judge, load, table_of
+from verdicts import CLAIMS, holm, judge, load, page_of, table_of
 
 DEPTH = 12
 
@@ -33,6 +33,13 @@ def stored(path, lines):
 
 def lines(arms=("llama", "jreg", "tree"), seeds=5, **numbers):
     return [line(arm, seed, **numbers) for arm in arms for seed in range(seeds)]
+
+
+def test_the_page_on_claims_is_made_of_the_stored_runs():
+    files = sorted((ROOT / "docs" / "claims").glob("*.jsonl"))
+    assert (ROOT / "docs" / "claims.md").read_text() == page_of(files), (
+        "run python experiments/verdicts.py docs/claims/"
+    )
 
 
 def test_a_claim_is_a_paired_one_sided_t_test(tmp_path):

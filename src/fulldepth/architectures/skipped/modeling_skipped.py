@@ -289,28 +289,32 @@ def _argument_names(model: Any) -> list[str]:
     return names
 
 
-def _refuse_unknown(names: list[str], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: refuse arguments that the stock class would accept and not read.
+def _check_arguments(names: list[str], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook: pass the cache by the stock class's name, refuse what the class would accept and not read.
 
     Raises:
-        TypeError: with their names.
+        TypeError: with the names of unknown arguments.
+        ValueError: for two caches.
     """
-    if unknown := sorted(kwargs.keys() - {*names, *CACHE_NAMES, *HANDED_ON}):
+    named = kwargs | dict(zip(names, args, strict=False))
+    if unknown := sorted(named.keys() - {*names, *CACHE_NAMES, *HANDED_ON}):
         raise TypeError(f"{type(model).__name__}.forward() takes no argument {', '.join(map(repr, unknown))}")
+    caches = [named.pop(name) for name in CACHE_NAMES if name in named]
+    given = [cache for cache in caches if cache is not None]
+    if len(given) > 1:
+        raise ValueError("cache and past_key_values are two names of one argument; pass one of them")
+    stock_name = next(name for name in CACHE_NAMES if name in names)
+    return (), named | {stock_name: given[0] if given else None}
 
 
 def _before_pass(names: list[str], stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook: pass a cache with entries only for layers with attention; `names` are the arguments' names.
 
     Raises:
-        ValueError: for two caches, or a cache that another model filled.
+        ValueError: for a cache that another model filled.
     """
-    kwargs = kwargs | dict(zip(names, args, strict=False))
     cache_name = next(name for name in CACHE_NAMES if name in names)
-    passed = [cache for cache in (kwargs.pop(name, None) for name in CACHE_NAMES) if cache is not None]
-    if len(passed) > 1:
-        raise ValueError("cache and past_key_values are two names of one argument; pass one of them")
-    cache = passed[0] if passed else None
+    cache = kwargs[cache_name]
     config = stack.config
     wanted = kwargs.get("use_cache")
     wanted = config.use_cache if wanted is None else wanted
@@ -321,12 +325,12 @@ def _before_pass(names: list[str], stack: Any, args: tuple[Any, ...], kwargs: di
         # Not L: early exit in `generate` lowers the configuration's number temporarily.
         num_layers = config.num_hidden_layers
         compact(cache, {layer for layer in config.skipped_attention if layer <= num_layers}, num_layers)
-    return (), kwargs
+    return args, kwargs
 
 
 def _after_pass(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
     """Forward hook: count the tokens of a cache without keys and values."""
-    cache = next((kwargs[name] for name in CACHE_NAMES if name in kwargs), None)
+    cache = next(kwargs[name] for name in CACHE_NAMES if name in kwargs)
     if isinstance(cache, Cache) and cache.layers and isinstance(cache.layers[0], TokenCounter):
         inputs = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
         cache.layers[0].cumulative_length += inputs.shape[1]  # type: ignore[union-attr]
@@ -379,7 +383,7 @@ class SkippedModel:
             _rescale(body.get_submodule(layout.final_norm), config.stream_scale[-1])  # type: ignore[attr-defined]
         stack = body.get_submodule(layout.layers.rpartition(".")[0])  # type: ignore[attr-defined]
         names = _argument_names(stack)
-        stack.register_forward_pre_hook(partial(_refuse_unknown, names), with_kwargs=True)
+        stack.register_forward_pre_hook(partial(_check_arguments, names), with_kwargs=True)
         stack.register_forward_pre_hook(partial(_before_pass, names), with_kwargs=True)
         stack.register_forward_hook(_after_pass, with_kwargs=True)
 
@@ -393,7 +397,7 @@ class SkippedForCausalLM:
         super().__init__(config)  # type: ignore[call-arg]
         setattr(self, self.base_model_prefix, self.model_class(config))  # type: ignore[attr-defined]
         self.register_forward_pre_hook(  # type: ignore[attr-defined]
-            partial(_refuse_unknown, _argument_names(self)), with_kwargs=True
+            partial(_check_arguments, _argument_names(self)), with_kwargs=True
         )
         self.post_init()  # type: ignore[attr-defined]
 
