@@ -137,8 +137,8 @@ LOCAL = ("model", "original", "exports", "data", "heldout", "plan")
 ENDINGS = (".txt", ".jsonl", ".tsv", ".parquet", ".json", ".gguf", ".yaml")
 """Endings of files, which names of the Hub do not have."""
 OURS = [
-    *("results.*", "report.html", "plan.json", "progress.json", "settings.yaml", "responses.jsonl", "answers", "steps"),
-    *("measure", "search", "run", "tokenizer", "*.lock", ".*"),
+    *("results.*", "groups.parquet", "report.html", "plan.json", "progress.json", "settings.yaml", "responses.jsonl"),
+    *("answers", "steps", "measure", "search", "run", "tokenizer", "*.lock", ".*"),
 ]
 """Patterns of what commands write into an output folder."""
 

@@ -152,11 +152,7 @@ def export(
     settings.check_effect(format=format)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     hub = settings.model_dump(include={"revision", "trust_remote_code"})
-    if hasattr(model, "peft_config"):
-        raise FulldepthError(
-            "The model holds an adapter, which has no place in an export. Merge it (PeftModel.merge_and_unload()) "
-            "and search again."
-        )
+    _refuse_adapter(model)
     places = settings.model_dump(include={"device", "device_map"})
     opened = open_model(model, dtype=settings.dtype or plan.dtype, **places, **hub)
     loaded: Any = opened.model
@@ -218,6 +214,15 @@ def export(
         card_of(plan, file_format, logit_error, parameters, notes).write(part)
         size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
     return Export(format, target, logit_error, parameters, size, file_format.verified, tuple(notes))
+
+
+def _refuse_adapter(model: Any) -> None:
+    """Refuse a model with an adapter that is not merged."""
+    if hasattr(model, "peft_config"):
+        raise FulldepthError(
+            "The model holds an adapter, which has no place in an export. Merge it (PeftModel.merge_and_unload()) "
+            "and search again."
+        )
 
 
 def _remaining_bytes(anatomy: Anatomy, plan: Plan, format: Format) -> int:
