@@ -1,4 +1,4 @@
-"""Versions of libraries with which fulldepth was tested: those that its own metadata allows."""
+"""Versions of the libraries whose interface fulldepth uses that were tested: those that its own metadata allows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from packaging.requirements import Requirement
 def untested_versions() -> dict[str, Requirement]:
     """Return the installed libraries whose version is outside the tested range: "transformers 5.30.0" -> its range.
 
-    Empty for a source folder that is not installed, which has no metadata.
+    A library counts if its range has an upper end. Empty for a source folder that is not installed, which has no
+    metadata.
     """
     try:
         declared = metadata.requires("fulldepth") or []
@@ -22,7 +23,8 @@ def untested_versions() -> dict[str, Requirement]:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:  # an extra that is not installed
             continue
-        if not requirement.specifier.contains(version, prereleases=True):
+        capped = any(part.operator == "<" for part in requirement.specifier)
+        if capped and not requirement.specifier.contains(version, prereleases=True):
             outside[f"{requirement.name} {version}"] = requirement
     return outside
 
