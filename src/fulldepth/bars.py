@@ -64,6 +64,7 @@ def _bar(console: Console) -> Iterator[Watcher]:
 
         def begin(title: str, total: int) -> None:
             tasks.append(progress.add_task(title, total=total))
+            progress.advance(tasks[-1], 0)  # the first step already gives a speed
             for earlier in tasks[:-MOST_BARS]:
                 progress.update(earlier, visible=False)
 

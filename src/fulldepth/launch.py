@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from contextlib import suppress
+from pathlib import Path
 
 
 def rank() -> int:
@@ -28,6 +32,17 @@ def world() -> int:
 def local_world() -> int:
     """Number of processes on this machine; by default all of them."""
     return _number("LOCAL_WORLD_SIZE", world())
+
+
+def report(message: str) -> None:
+    """Hand an error to torchrun, which prints it in its last lines; without torchrun, do nothing.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/errors.html.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        content = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": content}), encoding="utf-8")
 
 
 def _number(name: str, default: int) -> int:

@@ -37,6 +37,12 @@ FEWEST_ROUNDS = 9
 """Fewest rounds of a timing whose ratio gets an interval."""
 
 
+def plural(unit: str) -> str:
+    """`document` -> `documents`, `block of 4,096 tokens` -> `blocks of 4,096 tokens`."""
+    noun, _, rest = unit.partition(" ")
+    return f"{noun}s {rest}".strip()
+
+
 def identity(*parts: str | bytes | int) -> int:
     """A 63-bit hash of what makes an item itself (its content, or its place), for `sample` and `deal`."""
     digest = hashlib.blake2b(digest_size=8)

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fulldepth.cli import program
 from fulldepth.errors import FulldepthError, brief
@@ -125,6 +126,16 @@ def test_the_first_process_tells_of_a_mistake_and_the_others_only_if_they_are_le
     monkeypatch.setenv("RANK", "1")
     assert main("report", "somewhere")[2] == "Error: process 1: no such file\n"
     assert slept == [program.PATIENCE], "torchrun ends this process meanwhile, if the first one has left"
+
+
+def test_torchrun_prints_our_error_last(main, monkeypatch, tmp_path):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    inside(monkeypatch, lambda: throw(FulldepthError("no accelerators")))
+    assert main("report", "somewhere")[0] == 2
+    failures = {0: ProcessFailure(0, 10, 2, str(file)), 1: ProcessFailure(1, 11, -15, "")}
+    *_, last, _ = str(ChildFailedError("fulldepth", failures)).splitlines()
+    assert last == "  traceback : no accelerators"
 
 
 def test_a_process_that_lost_another_one_blames_no_bug(main, monkeypatch):

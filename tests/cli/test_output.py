@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from cli.conftest import shell
-from fulldepth import bars
+from fulldepth import bars, console
 from fulldepth.cli import options, program
-from fulldepth.results import DOCUMENT, Results, tabulate
+from fulldepth.results import DOCUMENT, Finding, Results, tabulate
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.compare import CompareSettings
 from fulldepth.settings.measure import MeasureSettings
@@ -59,6 +59,19 @@ def test_home_in_paths(main, two, tmp_path, monkeypatch):
     shown = options.at_home({"model": "~/m", "data": Path("~"), "tokens": ["~/t", "~x", 1], "prompt": "~ about"})
     home = {"model": f"{tmp_path}/m", "data": tmp_path, "tokens": [f"{tmp_path}/t", "~x", 1], "prompt": "~ about"}
     assert shown == home
+
+
+@pytest.mark.parametrize(
+    ("finding", "shown"),
+    [
+        (Finding(51_234.56, "tokens/s", ""), "51,235 tokens/s"),
+        (Finding(9_999.96, "1", "", interval=(1234.5, 20_000.0)), "10,000 (1,234 to 20,000)"),
+        (Finding(1 / 30, "1", "", standard_error=1 / 300), "0.03333 ± 0.0033"),
+    ],
+)
+def test_numbers_on_the_console_have_no_exponent(capsys, finding, shown):
+    console.finish(Results(tabulate([]), {"headline": {"speed": finding.document()}}))
+    assert re.split(r" {2,}", capsys.readouterr().out.strip())[1] == shown
 
 
 def test_json_is_the_headline_and_nothing_else(main, two, tmp_path):
@@ -182,10 +195,9 @@ def test_a_bar_shows_its_remaining_time_in_80_columns(monkeypatch):
     monkeypatch.setattr(bars, "Console", lambda **_: Console(file=screen, force_terminal=True, width=80))
     with bars.watching() as watcher:
         watcher.begin("Measuring a-checkpoint-with-a-very-long-name-that-nobody-can-read-in-one-line", 65_536)
-        watcher.advance(60_000)
-        watcher.advance(1)
+        watcher.advance(60_001)
     last = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", screen.getvalue()).strip().splitlines()[-1]
-    assert re.fullmatch(r"Measuring \S+… \S+ +60001/65536 \d:\d\d:\d\d \S+ left ?", last), last
+    assert re.fullmatch(r"Measuring \S+… \S+ +60001/65536 \d:\d\d:\d\d \d:\d\d:\d\d left ?", last), last
     assert len(last) <= 80
 
 

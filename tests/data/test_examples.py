@@ -10,7 +10,7 @@ import pytest
 from data.conftest import jsonl, talk
 from fulldepth.data import builtin_texts, open_source, prepare, train_tokenizer
 from fulldepth.data.conversations import conversations, encode_prompt
-from fulldepth.data.examples import read_examples
+from fulldepth.data.examples import read_examples, units
 from fulldepth.training.text import _encoded, chat_examples
 from refusals import refused
 from skip.word_tokenizer import (
@@ -269,3 +269,23 @@ def test_seeds_and_contents_have_their_own_hash():
     seen.append(read_examples(rows, tokenizer(bos=True), 64).meta["hash"])
     assert len(set(seen)) == len(seen)
     json.dumps(first.meta, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [("one long text", "pieces of text"), ("rows of text", "documents"), ("pairs", "rows")],
+)
+def test_units_are_named_as_they_are_cut(tmp_path, kind, named):
+    """One text file is one document, so what it is cut into has another name."""
+    paragraphs = [words(*[number % 9 + 1] * 1000) for number in range(60)]
+    data = tmp_path / "text.txt"
+    data.write_text("\n\n".join(paragraphs))
+    if kind != "one long text":
+        rows = [{"text": text} for text in paragraphs] if kind == "rows of text" else PAIRS * 4
+        data = jsonl(tmp_path / "rows.jsonl", *rows)
+    found = read_examples(str(data), tokenizer(), 64)
+    assert units(found.meta) == named
+    assert found.meta["heldout"]["documents"] == len({example.document for example in found.heldout}) > 1
+    if kind == "one long text":
+        (record,) = open_source(str(data)).records
+        assert record.text == data.read_text()

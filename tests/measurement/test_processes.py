@@ -102,4 +102,5 @@ def test_a_mistake_in_one_share_ends_both_processes(overflowing, text_file, tmp_
     done = subprocess.run([*program, *given], capture_output=True, text=True, env=environment, check=False, timeout=300)
     assert done.returncode != 0
     assert re.search("^Error:.*sequences 4..5", done.stderr, re.MULTILINE), done.stderr[-2000:]
+    assert "sequences 4..5" in done.stderr[-1500:].partition("Root Cause")[2], done.stderr[-2000:]
     assert not (tmp_path / "out" / "results.json").exists()

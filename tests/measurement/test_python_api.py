@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -12,6 +13,7 @@ from pandas.testing import assert_frame_equal
 
 import fulldepth
 from fulldepth.errors import FulldepthError
+from fulldepth.measurement import passes
 from fulldepth.progress import Watcher
 from tiny_models import same_weights
 
@@ -75,3 +77,19 @@ def test_headline_is_the_tables(trained, text_file):
     assert {name: (entry["value"], entry["unit"]) for name, entry in results.headline.items()} == {
         name: (pytest.approx(value, rel=1e-12), unit) for name, (value, unit) in expected.items()
     }
+
+
+@pytest.mark.parametrize("measures", [None, ["displacement"]], ids=["with a lens", "without"])
+def test_bars_cover_the_lens_and_what_follows_the_batches(trained, text_file, monkeypatch, measures):
+    monkeypatch.setattr(passes, "ESTIMATED", 0.0)
+    tasks, said = [], []
+    watcher = Watcher(said.append, lambda *task: tasks.append([*task, []]), lambda done: tasks[-1][2].append(done))
+    options = {"max_sequences": 5, "sequence_length": 16, "batch_size": 2, "measures": measures}
+    results = fulldepth.measure(trained, text_file, watcher=watcher, **options)
+    (_, total, done), (_, rest, last) = tasks
+    layers = 1 + results.meta["model"]["num_layers"]
+    assert total == sum(done) == 5 * layers
+    assert done == ([2] * layers * 2 + [1] * layers if measures is None else [2 * layers] * 2 + [layers])
+    matrices = (results.table["measure"] == "spectral_norm").sum()
+    assert rest == sum(last) == matrices + len(set(results.table["measure"]))
+    assert re.fullmatch(r"About 0:\d\d:\d\d for the other 3 of 5 sequences\.", said[-1])

@@ -106,6 +106,12 @@ def test_the_lens_grid_in_numbers():
 def test_numbers_as_they_are_written():
     assert figure_of({"value": 12.345, "unit": "%"}) == ("12.3", "%")
     assert figure_of({"value": 9.0, "unit": "layers"}, 12) == ("9", "of 12")
+    assert [figure_of({"value": one})[0] for one in (-0.0128, 0.00416, 0, 0.9997)] == [
+        "−0.013",
+        "0.0042",
+        "0.000",
+        "0.9997",
+    ]
     assert (quantity(2_630_784, "1"), quantity(5120.4, "tokens/s")) == ("2.63 M", "5,120 tokens/s")
     assert [seconds(one) for one in (0.0123, 90.0, 600, 9000)] == ["12.3 ms", "90.0 s", "10 min", "2.5 h"]
     assert (scaled(9_412_352), scaled(1.2e9), scaled(512), scaled(None)) == ("9.41 M", "1.2 B", "512", "?")

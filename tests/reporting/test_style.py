@@ -18,6 +18,7 @@ from fulldepth.reporting.style import (
     OPPOSITE,
     PAPER,
     SEQUENTIAL,
+    axis,
     figure,
     label,
     layer_axis,
@@ -103,3 +104,17 @@ def test_the_alternative_text_says_where_a_curve_is_lowest_and_highest():
 
     assert told([-0.5, None, 0.25]) == "Cosine: −0.5 at embeddings to 0.25 at layer 2."
     assert told([None, 3, None]) == "Cosine: 3 at layer 1."
+
+
+@pytest.mark.parametrize(
+    ("xaxis", "places", "told"),
+    [
+        (layer_axis(30, relative=True), [1 / 30, 1.0], "3% to −2 at relative depth 100%"),
+        (layer_axis(30), [0, 30], "embeddings to −2 at layer 30"),
+        (axis("Step", unifiedhovertitle={"text": "Step %{x:,}"}), [1, 1_234_567], "step 1 to −2 at step 1,234,567"),
+        (axis("Speed-up"), [1.03456789, 2.0], "speed-up 1.035 to −2 at speed-up 2"),
+    ],
+)
+def test_places_in_words_are_rounded_for_people(xaxis, places, told):
+    drawn = figure([go.Scatter(x=places, y=[-3.0, -2.0], name="a")], xaxis=xaxis, yaxis=axis("Loss"))
+    assert drawn.layout.meta["alt"].endswith(f"{told}.")

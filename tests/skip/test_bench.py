@@ -261,4 +261,5 @@ def test_few_rounds_and_a_busy_machine_give_no_verdict():
 def test_the_verdict_is_gated_by_two_errors(mean, error, documents, measurable):
     gap = Difference(mean, 0.0, error, 2 * documents, documents, 0.0)
     assert gap.measurable is measurable
-    assert measurable is ("standard error" in in_words(gap, "original"))
+    assert "documents" not in in_words(gap, "original", "rows")
+    assert measurable is ("standard error" in in_words(gap, "original", "rows"))

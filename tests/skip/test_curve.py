@@ -213,7 +213,7 @@ def test_all_blocks_in_another_order():
     found = curve(model, pairs(12), tokenizer=tokenizer(), search="last", granularity="layer", watcher=heard)
     assert any(f"has {LAYERS} blocks" in line for line in said)
     assert found.plan.blocks == list(range(LAYERS, 0, -1))
-    assert "2 held-out documents" in found.results.headline["loss_added"]["sentence"]
+    assert "2 held-out rows" in found.results.headline["loss_added"]["sentence"]
     assert set(found.results.table.statistic) == {"mean"}
 
 

@@ -112,6 +112,7 @@ def main() -> None:
             time.sleep(PATIENCE)
             message = f"process {launch.rank()}: {message}"
         console.error(brief(message))
+        launch.report(brief(message))
         sys.exit(2)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from fulldepth.data.opening import open_data, sampled_texts
 from fulldepth.data.tokens import Frame, check_positions, check_vocabulary
 from fulldepth.errors import FulldepthError, names_of
 from fulldepth.files import Fingerprint
-from fulldepth.uncertainty import identity
+from fulldepth.uncertainty import identity, plural
 
 HELDOUT_SHARE = 5
 """One in so many documents or pairs is held out if there is no held-out file."""
@@ -41,18 +41,31 @@ class Examples:
     """`hash` of both parts, names, kinds, counts, `warnings`: plain values for a plan's `data`."""
 
 
+def units(data: Mapping[str, Any]) -> str:
+    """What the independent units of held-out data are, in the plural: `rows`, `documents`, `pieces of text`.
+
+    Args:
+        data: `Examples.meta`, or a plan's `data`.
+    """
+    heldout = data.get("heldout")
+    return plural((heldout.get("unit") if isinstance(heldout, Mapping) else None) or "document")
+
+
 class _Part(NamedTuple):
     """Examples of one source."""
 
     name: str
     kind: str
     """`pairs` (chats too) or `text`."""
+    unit: str
+    """What an independent unit is: a `row`, a `document`, or a `piece of text`."""
     examples: list[Example]
     warnings: tuple[str, ...] = ()
 
-    def counts(self) -> dict[str, int]:
-        """Entries of a plan's `data`."""
+    def counts(self) -> dict[str, Any]:
+        """Entries of a plan's `data`; `documents` is the number of units."""
         return {
+            "unit": self.unit,
             "examples": len(self.examples),
             "documents": len({example.document for example in self.examples}),
             "tokens": sum(map(len, self.examples)),
@@ -113,13 +126,14 @@ def read_examples(
         documents = list(dict.fromkeys(example.document for example in first.examples))
         if len(documents) < 2:
             raise FulldepthError(
-                f"{first.name} holds one {'document' if first.kind == 'text' else 'row'}, so none can be held out to "
+                f"{first.name} holds one {first.unit}, so none can be held out to "
                 "score with. Give more, or a held-out file."
             )
         order = np.random.default_rng(seed).permutation(documents).tolist()
         chosen = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
         kept, other = ([e for e in first.examples if (e.document in chosen) == part] for part in (False, True))
-        first, second = first._replace(examples=kept), _Part(f"a seeded fifth of {first.name}", first.kind, other)
+        second = first._replace(name=f"a seeded fifth of {first.name}", examples=other, warnings=())
+        first = first._replace(examples=kept)
     highest = max(int(example.input_ids.max()) for example in (*first.examples, *second.examples))
     warnings = list(dict.fromkeys([*first.warnings, *second.warnings]))
     warnings += check_vocabulary(highest, tokenizer, vocab_size)
@@ -161,7 +175,7 @@ def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit:
         if row.keys() & {*CHAT_COLUMNS} or any(row.keys() >= {*pair} for pair in PROMPT_COLUMNS):
             rows = opened.rows() if limit is None else opened.sampled(list(row), limit, seed=seed)
             pairs = _pairs(opened.name, read_conversations(rows, tokenizer), tokenizer, longest)
-            return _Part(opened.name, "pairs", pairs)
+            return _Part(opened.name, "pairs", "row", pairs)
         if not any(column in row for column in TEXT_COLUMNS):
             raise FulldepthError(
                 f"{where} has none of the columns to search with. Got: {names_of(row)}. Expected: {EXPECTED}."
@@ -169,7 +183,8 @@ def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit:
         if any(column in row for column in LABEL_COLUMNS):
             warnings = (f"The labels of {opened.name} are not used: every token of the text is predicted.",)
     texts = sampled_texts(opened, window, limit, seed)
-    return _Part(opened.name, "text", _windows(opened.name, texts, tokenizer, window, limit, seed), warnings)
+    unit = "piece of text" if opened.is_plain or opened.name.startswith(CORPUS) else "document"
+    return _Part(opened.name, "text", unit, _windows(opened.name, texts, tokenizer, window, limit, seed), warnings)
 
 
 def _windows(

@@ -64,6 +64,7 @@ def read_layers(
     states: Tensor,
     targets: Tensor,
     attention_mask: Tensor,
+    advance: Callable[[], None] = lambda: None,
 ) -> Readout:
     """Apply the last layer's classifier to every layer, at the positions that have a target.
 
@@ -74,6 +75,7 @@ def read_layers(
         states: `[L+1, B, T, D]` residual stream.
         targets: `[B, T]` for token heads, `[B]` for sequence heads; -100 = no target.
         attention_mask: `[B, T]`, used by heads that pool.
+        advance: called after each layer, for a progress bar.
     """
     device = classifier.device or states.device
     targets, attention_mask = targets.to(device), attention_mask.to(device)
@@ -86,6 +88,7 @@ def read_layers(
         else:
             logits = head.sequences(chosen, attention_mask[where])
             yield slice(0, len(logits)), 0, logits.clone()
+        advance()
 
     precision = torch.float32 if classifier.per_token else torch.promote_types(states.dtype, torch.float32)
     columns = _reduce(tiles, len(states), targets[where], precision)

@@ -11,7 +11,7 @@ from fulldepth.data.batches import Sequences
 from fulldepth.metrics.jump_rate import describe_jump, growth, size_of_jump
 from fulldepth.results import Finding
 from fulldepth.thresholds import COPY, NOISE
-from fulldepth.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT
+from fulldepth.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, plural
 
 ERROR = "standard_error"
 FALLS = "every layer in the sum displaces less than the one before by more than the error, so the sum is 0"
@@ -42,12 +42,6 @@ class Clusters:
             return self.no_error
         verb = "is" if self.number == 1 else "are"
         return f"it takes {FEWEST_CLUSTERS} {plural(self.unit)} or more, there {verb} {self.number}"
-
-
-def plural(unit: str) -> str:
-    """`document` -> `documents`, `block of 4,096 tokens` -> `blocks of 4,096 tokens`."""
-    noun, _, rest = unit.partition(" ")
-    return f"{noun}s {rest}".strip()
 
 
 def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[str, Finding]:

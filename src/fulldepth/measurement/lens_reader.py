@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class LensReader:
         targets: Tensor,
         mask: Tensor,
         states: Tensor,
+        advance: Callable[[], None],
     ) -> Readout:
         """The lens at the sampled positions of a batch.
 
@@ -58,9 +60,10 @@ class LensReader:
             targets: `[B, T]` for token heads, `[B]` for sequence heads.
             mask: `[B, T]` bool, False = padding.
             states: `[L+1, B, T, D]` residual stream.
+            advance: called after each layer, for a progress bar.
         """
         if not classifier.per_token:
-            return read_layers(classifier, states, targets, classifier.sample_mask(batch.inputs, mask))
+            return read_layers(classifier, states, targets, classifier.sample_mask(batch.inputs, mask), advance)
         if self.threshold is not None:
             ranks = position_ranks(targets, batch.sequence, self.seed)
             targets = targets.where(ranks <= self.threshold, IGNORE)
@@ -70,7 +73,7 @@ class LensReader:
             top = top_tokens(classifier, states, shown, self.top)
             self.grid = {"samples": list(self._entries(batch, batch.token_ids, batch.targets, shown, top))}
         self.samples = 0
-        return read_layers(classifier, states, targets, mask)
+        return read_layers(classifier, states, targets, mask, advance)
 
     def _entries(self, batch: Batch, ids: Tensor, targets: Tensor, shown: Tensor, top: TopTokens) -> Any:
         """The shown positions `[B, T]` of each sequence, with their tokens by rank `[L+1, P, k]`, as plain data."""

@@ -6,7 +6,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +27,16 @@ from fulldepth.measurement.plan import MeasurePlan
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.measurement.weights import feed_projections
 from fulldepth.metrics import Detections, Observation, SpectralNorm
+from fulldepth.progress import Watcher
 from fulldepth.settings.measure import MeasureSettings
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}
 LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
 """Measures that share a computation, whose time is reported under one name."""
+
+
+ESTIMATED = 15.0
+"""Seconds from which the time of the batches after the first is estimated."""
 
 
 class Clock:
@@ -54,7 +62,7 @@ def run_pass(
     clock: Clock,
     *,
     reference: Verified | None = None,
-    advance: Callable[[int], None] = lambda done: None,
+    watcher: Watcher,
 ) -> dict[str, Any] | None:
     """Run this process's share of the batches through the model and every accumulator.
 
@@ -65,7 +73,7 @@ def run_pass(
         process: this process.
         clock: adds the time of every part.
         reference: the second model of MMD.
-        advance: called with the number of sequences completed, for a progress bar.
+        watcher: receives progress, in layers of sequences, and after the first batch an estimate of the time.
 
     Returns:
         The lens grid, if there is one.
@@ -73,12 +81,17 @@ def run_pass(
     Raises:
         FulldepthError: if an activation is NaN or infinite.
     """
+    share = subject.sequences.groups(settings.batch_size)[process.rank :: process.world]
+    layers, sequences = subject.anatomy.num_layers + 1, sum(map(len, share))
+    watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}, layers of sequences", layers * sequences)
+    start = time.perf_counter()
     reader = LensReader(subject, settings, process) if plan.measures.keys() & LENS else None
     sites, device, dtype = plan.sites | {"residual"}, plan.setup.device, subject.checkpoint.model.dtype
     with ExitStack() as stack:
         activations = stack.enter_context(capture(subject.anatomy, sites, stacked=device))
         other = stack.enter_context(capture(reference.anatomy, ["residual"], stacked=device)) if reference else None
-        for batch in subject.sequences.batches(settings.batch_size, process.rank, process.world):
+        for number, batch in enumerate(subject.sequences.batches(settings.batch_size, process.rank, process.world)):
+            progress = BatchProgress(watcher, len(batch), layers)
             inputs = model_inputs(batch.inputs, subject.device, dtype)
             with clock("forward"):
                 subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
@@ -98,16 +111,45 @@ def run_pass(
                     subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
                 read = activations.stack("residual", device)
                 activations.clear(keep_stacks=False)
-            observation = observe(subject, batch, states, read, reader)
+            observation = observe(subject, batch, states, read, reader, progress.advance)
             observation.coefficients = coefficients
             feed(plan, observation, clock)
             observation.__dict__.clear()  # measures keep the object to recognise it, which would keep its tensors
-            advance(len(batch))
+            progress.finish()
+            left = (time.perf_counter() - start) * (sequences / len(batch) - 1)
+            if number == 0 and left >= ESTIMATED:
+                after = timedelta(seconds=round(left))
+                watcher.say(f"About {after} for the other {sequences - len(batch):,} of {sequences:,} sequences.")
     return None if reader is None else reader.grid
 
 
+@dataclass
+class BatchProgress:
+    """Progress of a batch, in layers of sequences: the lens reads layer by layer; the rest is done at the end."""
+
+    watcher: Watcher
+    sequences: int
+    left: int
+    """Layers that are not read yet."""
+
+    def advance(self) -> None:
+        """The lens has read a layer."""
+        self.left -= 1
+        self.watcher.advance(self.sequences)
+
+    def finish(self) -> None:
+        """The batch is done, also where there is no lens."""
+        if self.left:
+            self.watcher.advance(self.sequences * self.left)
+
+
 def observe(
-    subject: MeasuredSubject, batch: Batch, states: dict[str, Tensor], read: Tensor | None, reader: LensReader | None
+    subject: MeasuredSubject,
+    batch: Batch,
+    states: dict[str, Tensor],
+    read: Tensor | None,
+    reader: LensReader | None,
+    advance: Callable[[], None],
 ) -> Observation:
     """The observation that accumulators receive for one batch.
 
@@ -117,6 +159,7 @@ def observe(
         states: site -> activations of the unmasked text.
         read: `[L+1, B, T, D]` residual stream that the lens reads; None = no lens.
         reader: applies the lens; None = no lens.
+        advance: called after each layer that the lens has read.
 
     Raises:
         FulldepthError: if an activation is NaN or infinite.
@@ -146,7 +189,7 @@ def observe(
         observation.detections = Detections(logits, boxes, batch.objects)
     targets = batch.targets if classifier is not None and classifier.per_token else batch.labels
     if classifier is not None and targets is not None and read is not None and reader is not None:
-        observation.readout = partial(reader.read, classifier, batch, targets.to(device), mask, read)
+        observation.readout = partial(reader.read, classifier, batch, targets.to(device), mask, read, advance)
     return observation
 
 
@@ -165,11 +208,13 @@ def feed(plan: MeasurePlan, observation: Observation, clock: Clock) -> None:
                 measure.update(observation)
 
 
-def weigh(subject: MeasuredSubject, plan: MeasurePlan, process: Processes, clock: Clock) -> None:
-    """Compute the spectral norms; the matrices are divided among the processes."""
+def weigh(
+    subject: MeasuredSubject, plan: MeasurePlan, process: Processes, clock: Clock, advance: Callable[[int], None]
+) -> None:
+    """Compute the spectral norms; the matrices are divided among the processes. `advance` counts matrices."""
     if isinstance(norms := plan.measures.get("spectral_norm"), SpectralNorm):
         with clock("spectral_norm"):
-            unreadable = feed_projections(norms, subject.anatomy, process.rank, process.world)
+            unreadable = feed_projections(norms, subject.anatomy, process.rank, process.world, advance)
         if unreadable:
             reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
             plan.left_out.append({"measure": "spectral_norm (in part)", "reason": reason})

@@ -42,7 +42,7 @@ from fulldepth.measurement.series import (
 )
 from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
 from fulldepth.measurement.towers import Extra, measure_each, measure_towers
-from fulldepth.measurement.weights import nearest_tokens
+from fulldepth.measurement.weights import nearest_tokens, num_projections
 from fulldepth.metrics.cosine import SITE
 from fulldepth.progress import Watcher
 from fulldepth.results import (
@@ -353,10 +353,10 @@ def measure_subject(
     watcher.say(check_memory(plan, subject, settings.batch_size))
     for entry in plan.left_out:
         watcher.say(f"Left out: {entry['measure']}, because {entry['reason']}.")
-    share = subject.sequences.groups(settings.batch_size)[process.rank :: process.world]
-    watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", sum(map(len, share)))
-    grid = run_pass(subject, plan, settings, process, clock, reference=reference, advance=watcher.advance)
-    weigh(subject, plan, process, clock)
+    grid = run_pass(subject, plan, settings, process, clock, reference=reference, watcher=watcher)
+    matrices = num_projections(subject.anatomy) if "spectral_norm" in plan.measures else 0
+    watcher.begin("Computing weights' norms, measures and their errors", matrices + len(plan.measures))
+    weigh(subject, plan, process, clock, watcher.advance)
 
     rows, influences = [], []
     for name, accumulator in plan.measures.items():
@@ -365,6 +365,7 @@ def measure_subject(
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
             measured = accumulator.rows()
             influences += accumulator.influences() if measured else []
+        watcher.advance(1)
         rows += measured
         if not measured:
             reason = EMPTY.get(name, "there are too few tokens or occurrences in the data")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -52,9 +52,27 @@ def projection_names(anatomy: Anatomy) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*(name for name, _, _ in anatomy.projections()), *experts]))
 
 
-def feed_projections(measure: SpectralNorm, anatomy: Anatomy, rank: int = 0, world: int = 1) -> list[str]:
+def num_projections(anatomy: Anatomy) -> int:
+    """Number of the weights that `feed_projections` reads."""
+    return sum(1 for _ in chain(anatomy.projections(), anatomy.expert_projections()))
+
+
+def feed_projections(
+    measure: SpectralNorm,
+    anatomy: Anatomy,
+    rank: int = 0,
+    world: int = 1,
+    advance: Callable[[int], None] = lambda done: None,
+) -> list[str]:
     """Update a measure with the projections of every block, experts as stacks `[E, m, n]`; matrix `i` goes to process
     `i % world`.
+
+    Args:
+        measure: updated in place.
+        anatomy: of the model.
+        rank: of this process.
+        world: number of processes.
+        advance: called with 1 at each matrix, for a progress bar.
 
     Returns:
         The names of projections that cannot be read.
@@ -66,6 +84,7 @@ def feed_projections(measure: SpectralNorm, anatomy: Anatomy, rank: int = 0, wor
         experts = ((site, layer, partial(plain, parameter)) for site, layer, parameter in anatomy.expert_projections())
         for index, (site, layer, read) in enumerate(chain(alone, experts)):
             weight = read()
+            advance(1)
             if weight is None:
                 unreadable.append(site)
             elif index % world == rank:

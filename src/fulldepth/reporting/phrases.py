@@ -51,7 +51,8 @@ def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str
     if unit in SCALES:
         digits, _, shown = SCALES[unit](value).partition(" ")
         return digits, shown
-    digits = f"{value:.4g}" if 0.9995 <= abs(value) < 1 else f"{value:.3f}"
+    form = ".4g" if 0.9995 <= abs(value) < 1 else ".4f" if 0 < abs(value) < 0.01 else ".3f"
+    digits = minus(value, form)
     return digits, "" if unit == "1" else short(unit, 16)
 
 

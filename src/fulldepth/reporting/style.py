@@ -152,8 +152,15 @@ def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any
             continue
         points = [(y, x) for x, y in zip(trace.x, trace.y, strict=True) if y is not None]
         ends = dict.fromkeys(end(points, key=lambda point: point[0]) for end in (min, max))
-        texts = [f"{minus(y, form)} at {place.replace('%{x}', f'{x:,.6g}')}" for y, x in ends]
+        texts = [f"{minus(y, form)} at {place.replace('%{x}', _on_axis(x, xaxis))}" for y, x in ends]
         yield f"{trace.name}: {' to '.join(texts)}.".replace("layer 0", "embeddings")
+
+
+def _on_axis(x: float, xaxis: dict[str, Any]) -> str:
+    """A place on an axis as a person reads it there: `1,200,000` steps, `3%` of depth, 1.034 times."""
+    if str(xaxis.get("tickformat")).endswith("%"):
+        return f"{x:.0%}"
+    return f"{x:,.0f}" if float(x).is_integer() else f"{x:.4g}"
 
 
 def minus(value: float, form: str) -> str:

@@ -35,8 +35,8 @@ NUMBERS = {
     "median_saturation": Number("Median saturation layer", "saturation", "median", None),
     "effective_depth": Number("Effective depth", "effective_depth", "relative_eps=0.05", None),
 }
-PRINTED = 0.005
-"""Smallest change, times 10^-2, that does not print as zero."""
+PRINTED = 5e-5
+"""Smallest change of a displacement that does not print as zero."""
 ROUNDING = 2**-23
 """Relative rounding error of float32: another order of the batches changes numbers by about as much."""
 
@@ -124,21 +124,21 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
     rows = rows[np.isfinite(rows["difference"].to_numpy(np.float64))]
     if rows.empty:
         return
-    change, error = 100 * rows[["difference", "difference_error"]].to_numpy(np.float64).T
+    change, error = rows[["difference", "difference_error"]].to_numpy(np.float64).T
     label, other, layers, test = model["label"], baseline["label"], len(change), _test(bool(model.get("paired")))
     median, differs = float(np.median(change)), measurable(change, error) & (np.abs(change) > PRINTED)
-    summary = f"the median change is {signed(median / 100, 4)}"
+    summary = f"the median change is {signed(median, 4)}"
     if not np.isfinite(error).any():
         sentence = f"Displacement in {label} and {other}: {summary} (no standard error is known)."
     elif not differs.any():
         most = float(np.nanmax(np.abs(change) + SIGNIFICANT * error))
-        bound = f"no measurable difference at any of {layers} layers ({test}, at most {most / 100:.2g})"
+        bound = f"no measurable difference at any of {layers} layers ({test}, at most {most:.2g})"
         sentence = f"Displacement in {label} and {other}: {bound}."
     else:
         larger, smaller = (int((differs & side).sum()) for side in (change > 0, change < 0))
         counts = f"at {larger} of {layers} layers and smaller at {smaller}"
         sentence = f"Displacement is larger in {label} than in {other} {counts} ({test}); {summary}."
-    yield "redundancy_change", Finding(median, "x 10^-2", sentence)
+    yield "redundancy_change", Finding(median, "1", sentence)
 
 
 def _rows(table: pd.DataFrame, model: Entry, measure: str, statistic: str) -> pd.DataFrame:

@@ -41,7 +41,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fulldepth.data.batches import Example
-from fulldepth.data.examples import Examples
+from fulldepth.data.examples import Examples, units
 from fulldepth.data.tokens import plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
@@ -301,24 +301,24 @@ def _check_tokenizers(entries: Sequence[BenchedModel], examples: Examples, token
             )
 
 
-def in_words(gap: Difference, other: str) -> str:
-    """A difference of losses to another model, as a part of a sentence."""
+def in_words(gap: Difference, other: str, units: str) -> str:
+    """A difference of losses to another model on a number of `units`, as a part of a sentence."""
     if not math.isfinite(gap.free_error):
-        few = f"an error takes {FEWEST_CLUSTERS} documents, these are {gap.documents}"
+        few = f"an error takes {FEWEST_CLUSTERS} {units}, these are {gap.documents}"
         return f"{gap.mean:+.4f} against {other} ({few})"
     if not gap.measurable:
         return f"no measurable difference from {other} (at most {abs(gap.mean) + gap.reach:.4f} nats)"
-    error = f"standard error {gap.free_error:.4f}, {gap.documents} documents"
+    error = f"standard error {gap.free_error:.4f}, {gap.documents} {units}"
     if gap.documents < LEAST:
         error += f", measurable from {gap.reach / gap.free_error:.1f} standard errors"
     return f"{gap.mean:+.4f} against {other} ({error})"
 
 
-def gap_finding(gap: Difference, sentence: str) -> Finding:
-    """A difference of losses with its error, explained by a sentence."""
+def gap_finding(gap: Difference, sentence: str, units: str) -> Finding:
+    """A difference of losses on a number of `units` with its error, explained by a sentence."""
     if math.isfinite(gap.free_error):
         return Finding(gap.mean, "nats", sentence, standard_error=gap.free_error)
-    return Finding(gap.mean, "nats", sentence, no_standard_error="too few documents")
+    return Finding(gap.mean, "nats", sentence, no_standard_error=f"too few {units}")
 
 
 @dataclass(frozen=True)
@@ -588,13 +588,13 @@ def _headline(
         label = entry.label
         cells, baseline = len(measured.cells(label)), measured.baseline(label)
         where = f" over {cells} combinations of batch and context" if cells > 1 else ""
-        if measured.losses is not None:
-            losses, added = measured.losses, measured.losses.added(label)
-            loss = f"held-out loss {losses.mean(label):.4f} nats, {in_words(added, entries[0].label)}"
+        if measured.losses is not None and examples is not None:
+            losses, added, held = measured.losses, measured.losses.added(label), units(examples.meta)
+            loss = f"held-out loss {losses.mean(label):.4f} nats, {in_words(added, entries[0].label, held)}"
             sentence = f"{label}: {loss}; {losses.count} tokens."
-            if examples is not None and entry.plan and (remark := overlap(Plan.of(entry.plan), examples)):
+            if entry.plan and (remark := overlap(Plan.of(entry.plan), examples)):
                 sentence += f" {remark}"
-            yield f"loss_added {label}", gap_finding(added, sentence)
+            yield f"loss_added {label}", gap_finding(added, sentence, held)
         for phase in PHASES if not_compared is None and label != baseline else ():
             sentence = f"{label}, {phase} time{where}: {measured.ratio_text(label, phase)}."
             yield f"{phase}_time_ratio {label}", Finding(measured.ratio(label, phase).value, "1", sentence)

@@ -15,6 +15,7 @@ import torch
 from scipy import stats
 from transformers import PreTrainedModel
 
+from fulldepth.data.examples import units
 from fulldepth.distributed import Processes, processes
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE
@@ -188,7 +189,8 @@ def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Fin
     count, kind = len(plan.blocks), plan.granularity
     part = "layers" if kind == "layer" else f"{kind} blocks".removeprefix("any ")
     rows = table[(table.measure == "loss_added") & (table.removed == count)].set_index("statistic")["value"]
-    few = f"{end.documents} held-out documents, and at least {FEWEST} are needed"
+    held = units(plan.data)
+    few = f"{end.documents} held-out {held}, and at least {FEWEST} are needed"
     interval = f"95 %: {rows['low']:.4f} to {rows['high']:.4f}" if "low" in rows else f"no interval: {few}"
     error = "" if end.excess_error is None else f" ± {end.excess_error:.4f}"
     leaves = (
@@ -200,7 +202,7 @@ def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Fin
         sure = f"{end.confidence:.0%} of resamples agree; 95 % of the break points are {end.low} to {end.high}"
         shape = f"Break point: {end.blocks} blocks. {leaves} ({sure})."
     elif end.straight_until == count:
-        shape = f"No break point: the loss is a straight line up to {count} removed {part} ({end.documents} documents)."
+        shape = f"No break point: the loss is a straight line up to {count} removed {part} ({end.documents} {held})."
     else:
         shape = f"No break point: {end.confidence:.0%} of resamples agree. {leaves}, without a kink."
     cost = f"{count} removed {part} add {rows['mean']:.4f} nats to the held-out loss ({interval}), not healed."

@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fulldepth.architectures import SKIPPED
 from fulldepth.data.batches import Example
-from fulldepth.data.examples import Examples
+from fulldepth.data.examples import Examples, units
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.layer_runner import LayerRunner
@@ -224,8 +224,8 @@ def split_rows(
     for rows, use in ((rest, "fit weights on"), (choosing, "choose ridges by"), (unseen, "measure healing on")):
         if not any(example.predicted for example in rows):
             raise FulldepthError(
-                f"The data leave no rows to {use}: there are {len(documents)} documents besides the held-out ones. "
-                "Give more data, or --heldout."
+                f"The data leave no rows to {use}: there are {len(documents)} {units(examples.meta)} besides the "
+                "held-out ones. Give more data, or --heldout."
             )
     return rest, choosing, unseen
 

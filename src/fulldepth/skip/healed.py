@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from fulldepth.data.examples import units
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS
@@ -229,23 +230,26 @@ def outcome(healing: Healing, plan: Plan) -> Results:
 
 def headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
     """The loss that the healed model adds to the original's, what of it removal costs, and the same of the others."""
-    losses = healing.readings[LOSS]
+    losses, held = healing.readings[LOSS], units(healing.examples.meta)
     labels = [label for label in losses.sums if label != "original"]
     last = "trained" if "trained" in labels else "refitted"
     other_text = f" Measured on {text_of(healing)}: the loss on other text is unknown."
     if "trained" in labels:
         net = losses.added("trained", "control")
-        sentence = f"Net cost of removal: {in_words(net, 'the control, the original trained on the same tokens')}."
-        yield "net_cost", gap_finding(net, sentence + other_text)
+        sentence = (
+            f"Net cost of removal: {in_words(net, 'the control, the original trained on the same tokens', held)}."
+        )
+        yield "net_cost", gap_finding(net, sentence + other_text, held)
         other_text = ""
     for label in sorted(labels, key=lambda own: own != last):
         added = losses.added(label)
         kl, agreement = (healing.readings[kind].mean(label) for kind in (DIVERGENCE, AGREEMENT))
         sentence = (
             f"{NAMES[label][0].upper()}{NAMES[label][1:]}: held-out loss {losses.mean(label):.4f} nats, "
-            f"{in_words(added, 'the original')}; divergence from it {kl:.4f} nats, the same most likely token in "
+            f"{in_words(added, 'the original', held)}; divergence from it {kl:.4f} nats, the same most likely token in "
             f"{agreement:.1%} of {losses.count} tokens.{other_text * (label == last)}"
         )
-        yield f"loss_added {label}", gap_finding(added, sentence)
+        yield f"loss_added {label}", gap_finding(added, sentence, held)
     change = losses.added(last, "removed")
-    yield "healing", gap_finding(change, f"Healing, in held-out loss: {in_words(change, 'the model without it')}.")
+    sentence = f"Healing, in held-out loss: {in_words(change, 'the model without it', held)}."
+    yield "healing", gap_finding(change, sentence, held)

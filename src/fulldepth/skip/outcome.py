@@ -14,6 +14,7 @@ from statistics import median
 
 import pandas as pd
 
+from fulldepth.data.examples import units
 from fulldepth.results import COLUMNS, Finding, Results, finite, provenance, tabulate
 from fulldepth.skip.elimination import LEAST
 from fulldepth.skip.goal import REACHED
@@ -146,7 +147,7 @@ def more_data(plan: Plan) -> Finding | None:
         total = f" (`--max-sequences {FIFTH * least}`)" if fifth else ""
         sentence += f" Use at least {least:,} {rows}{total}, which would tell them apart in half of these rounds."
     else:
-        sentence += f" Use more {rows}, at least {LEAST} documents."
+        sentence += f" Use more {rows}, at least {LEAST} {units(plan.data)}."
     return Finding(count - len(unsure), "rounds", sentence)
 
 
