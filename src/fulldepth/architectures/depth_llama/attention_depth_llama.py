@@ -112,7 +112,7 @@ class DepthLlamaAttention(LlamaAttention):
         else:
             self.router = DynamicRouter(config.hidden_size, heads, sources, top_p=config.router_top_p)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
