@@ -10,7 +10,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 import gguf_files
 import tiny_models
@@ -90,6 +90,7 @@ PAGES = (
     "docs/tutorial.md",
     "docs/training.md",
     "docs/compare.md",
+    "docs/trainer.md",
 )
 
 
@@ -117,8 +118,34 @@ def source(tmp_path_factory):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **options))
     gguf_files.write(home / "model.gguf", tiny_models.strengthened(model, 4.0).eval())
+    model.save_pretrained(home / "my-llama")
     write_samples(home / "data")
     return home
+
+
+def names(folder):
+    """What Python code of a page takes as given: a model, its tokenizer and inputs, and what a loop of training has."""
+    model = load_checkpoint("model.gguf").model
+    inputs = load_tokenizer("model.gguf")("The capital", return_tensors="pt")
+    ids = inputs["input_ids"]
+    return {
+        "model": model,
+        "tokenizer": load_tokenizer("model.gguf"),
+        "inputs": inputs,
+        "input_ids": ids,
+        "attention_mask": inputs["attention_mask"],
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batches": [{"input_ids": ids, "labels": ids}] * 4,
+        "dataset": [{"input_ids": row, "labels": row} for row in ids.repeat(8, 1)],
+        "arguments": TrainingArguments(
+            str(folder),
+            max_steps=2,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            report_to=[],
+            use_cpu=True,
+        ),
+    }
 
 
 def renamed(code):
@@ -145,15 +172,14 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, source, tmp_path, mo
     monkeypatch.setattr(go.Figure, "show", lambda _: None)
     monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)  # a fresh process, tested with exports
     monkeypatch.setattr("fulldepth.exit.elastic.prove", lambda *_: 0.0)
-    (tmp_path / "model.gguf").symlink_to(source / "model.gguf")
+    for name in ("model.gguf", "my-llama"):
+        (tmp_path / name).symlink_to(source / name)
     if page != "README.md":  # its first command writes them
         for file in [source / "data", *(source / "data").iterdir()]:
             (tmp_path / file.name).symlink_to(file)
+    given = names(tmp_path / "trainer")
     for kind, code in [*BEFORE.get(page, []), *blocks(page)]:
         if kind == "python":
-            given = {"model": load_checkpoint("model.gguf").model, "tokenizer": load_tokenizer("model.gguf")}
-            inputs = given["tokenizer"]("The capital", return_tensors="pt")
-            given |= {"inputs": inputs, "input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
             exec(renamed(code), given)
             continue
         arguments = small(code)
