@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 import gguf_files
 import tiny_models
 from cli.conftest import main  # noqa: F401
+from drawn_shapes import SCRIPT
 from fulldepth.data import builtin_texts, train_tokenizer, write_samples
 from fulldepth.hf import load_checkpoint, load_tokenizer
 from fulldepth.results import Results
@@ -65,6 +67,14 @@ NAMES |= {
     "tasks=64": "tasks=2",
     "jreg-1b": "tiny-jreg",
 }
+NAMES |= {
+    "cifar10/": "images/",
+    "SST-2/train.tsv": "authors/train.tsv",
+    "SST-2/dev.tsv": "authors/test.tsv",
+    "steps=120": "steps=2",
+    "vit-run/checkpoint-400": "vit-run/checkpoint-2",
+    "runs/detr/checkpoint-3000": "runs/detr/checkpoint-2",
+}
 """Text of a block -> what the tiny model has instead."""
 ELSEWHERE = {
     "torchrun": "several processes",
@@ -75,6 +85,7 @@ ELSEWHERE = {
     "llama-cli": "a program of llama.cpp",
     "benchmarks/": "tests/test_benchmarks.py",
     "pip install": "installs packages",
+    "python examples/": "the fixture `source` calls it",
 }
 """Part of a line that is not run -> why, or which test runs its like."""
 TRAINED = [("shell", f"fulldepth train tiny-{name} --output {name}-run/") for name in ("llama", "jreg")]
@@ -102,6 +113,7 @@ PAGES = (
     "docs/compare.md",
     "docs/trainer.md",
     "docs/data.md",
+    "docs/aligned.md",
 )
 
 
@@ -132,6 +144,9 @@ def source(tmp_path_factory):
     model.save_pretrained(home / "my-llama")
     write_samples(home / "data")
     train_tokenizer(builtin_texts("train"), vocab_size=300).save_pretrained(home / "my-tokenizer")
+    runpy.run_path(str(ROOT / "examples" / "authors.py"))["main"](home / "authors")
+    for split, count in (("train", 8), ("validation", 6)):
+        SCRIPT["write"](home / "shapes", split, 64, count)
     (home / "texts").mkdir()
     passages = [text[start : start + 1000] for text in builtin_texts("train") for start in range(0, 20_000, 1000)]
     rows = [json.dumps({"text": passage}) for passage in passages]
@@ -189,7 +204,7 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, source, tmp_path, mo
     monkeypatch.setattr(go.Figure, "show", lambda _: None)
     monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)  # a fresh process, tested with exports
     monkeypatch.setattr("fulldepth.exit.elastic.prove", lambda *_: 0.0)
-    for name in ("model.gguf", "my-llama", "my-tokenizer", "texts"):
+    for name in ("model.gguf", "my-llama", "my-tokenizer", "texts", "authors", "shapes"):
         (tmp_path / name).symlink_to(source / name)
     if page != "README.md":  # its first command writes them
         for file in [source / "data", *(source / "data").iterdir()]:
