@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 import gguf_files
 import tiny_models
 from cli.conftest import main  # noqa: F401
-from fulldepth.data import write_samples
+from drawn_shapes import SCRIPT
+from fulldepth.data import builtin_texts, train_tokenizer, write_samples
 from fulldepth.hf import load_checkpoint, load_tokenizer
 from fulldepth.results import Results
 from places import ROOT
@@ -55,6 +60,21 @@ NAMES |= {
     "--blocks 12": "--blocks 2",
     "--layers 6": "--layers 3",
 }
+NAMES |= {
+    "/shared/texts": "texts",
+    "data.tokens=/shared/tokens": "data.tokens=tokens",
+    '"/shared/tokens"': '"tokens"',
+    "tasks=64": "tasks=2",
+    "jreg-1b": "tiny-jreg",
+}
+NAMES |= {
+    "cifar10/": "images/",
+    "SST-2/train.tsv": "authors/train.tsv",
+    "SST-2/dev.tsv": "authors/test.tsv",
+    "steps=120": "steps=2",
+    "vit-run/checkpoint-400": "vit-run/checkpoint-2",
+    "runs/detr/checkpoint-3000": "runs/detr/checkpoint-2",
+}
 """Text of a block -> what the tiny model has instead."""
 ELSEWHERE = {
     "torchrun": "several processes",
@@ -65,6 +85,7 @@ ELSEWHERE = {
     "llama-cli": "a program of llama.cpp",
     "benchmarks/": "tests/test_benchmarks.py",
     "pip install": "installs packages",
+    "python examples/": "the fixture `source` calls it",
 }
 """Part of a line that is not run -> why, or which test runs its like."""
 TRAINED = [("shell", f"fulldepth train tiny-{name} --output {name}-run/") for name in ("llama", "jreg")]
@@ -90,6 +111,9 @@ PAGES = (
     "docs/tutorial.md",
     "docs/training.md",
     "docs/compare.md",
+    "docs/trainer.md",
+    "docs/data.md",
+    "docs/aligned.md",
 )
 
 
@@ -117,8 +141,43 @@ def source(tmp_path_factory):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **options))
     gguf_files.write(home / "model.gguf", tiny_models.strengthened(model, 4.0).eval())
+    model.save_pretrained(home / "my-llama")
     write_samples(home / "data")
+    train_tokenizer(builtin_texts("train"), vocab_size=300).save_pretrained(home / "my-tokenizer")
+    runpy.run_path(str(ROOT / "examples" / "authors.py"))["main"](home / "authors")
+    for split, count in (("train", 8), ("validation", 6)):
+        SCRIPT["write"](home / "shapes", split, 64, count)
+    (home / "texts").mkdir()
+    passages = [text[start : start + 1000] for text in builtin_texts("train") for start in range(0, 20_000, 1000)]
+    rows = [json.dumps({"text": passage}) for passage in passages]
+    for part in range(2):
+        (home / "texts" / f"{part}.jsonl").write_text("\n".join(rows[part::2]))
     return home
+
+
+def names(folder):
+    """What Python code of a page takes as given: a model, its tokenizer and inputs, and what a loop of training has."""
+    model = load_checkpoint("model.gguf").model
+    inputs = load_tokenizer("model.gguf")("The capital", return_tensors="pt")
+    ids = inputs["input_ids"]
+    return {
+        "model": model,
+        "tokenizer": load_tokenizer("model.gguf"),
+        "inputs": inputs,
+        "input_ids": ids,
+        "attention_mask": inputs["attention_mask"],
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batches": [{"input_ids": ids, "labels": ids}] * 4,
+        "dataset": [{"input_ids": row, "labels": row} for row in ids.repeat(8, 1)],
+        "arguments": TrainingArguments(
+            str(folder),
+            max_steps=2,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            report_to=[],
+            use_cpu=True,
+        ),
+    }
 
 
 def renamed(code):
@@ -145,15 +204,21 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, source, tmp_path, mo
     monkeypatch.setattr(go.Figure, "show", lambda _: None)
     monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)  # a fresh process, tested with exports
     monkeypatch.setattr("fulldepth.exit.elastic.prove", lambda *_: 0.0)
-    (tmp_path / "model.gguf").symlink_to(source / "model.gguf")
+    for name in ("model.gguf", "my-llama", "my-tokenizer", "texts", "authors", "shapes"):
+        (tmp_path / name).symlink_to(source / name)
     if page != "README.md":  # its first command writes them
         for file in [source / "data", *(source / "data").iterdir()]:
             (tmp_path / file.name).symlink_to(file)
+    given = names(tmp_path / "trainer")
     for kind, code in [*BEFORE.get(page, []), *blocks(page)]:
+        if kind == "python" and "datatrove" in code:  # its processes import the script
+            (tmp_path / "script.py").write_text(renamed(code))
+            done = subprocess.run(
+                [sys.executable, "script.py"], capture_output=True, text=True, timeout=120, check=False
+            )
+            assert done.returncode == 0, done.stderr[-2000:]
+            continue
         if kind == "python":
-            given = {"model": load_checkpoint("model.gguf").model, "tokenizer": load_tokenizer("model.gguf")}
-            inputs = given["tokenizer"]("The capital", return_tensors="pt")
-            given |= {"inputs": inputs, "input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
             exec(renamed(code), given)
             continue
         arguments = small(code)

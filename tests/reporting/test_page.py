@@ -18,7 +18,7 @@ from fulldepth.reporting.page import compact, embed, pack, payload
 from fulldepth.reporting.phrases import figure_of, quantity, scaled, seconds, visible
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import flatten
-from fulldepth.results import Results, compare, report, tabulate
+from fulldepth.results import PAGE, Results, compare, report, tabulate
 from json_files import any_value
 from refusals import refused
 from reporting import exit_folders, skip_folders, synthetic
@@ -258,11 +258,52 @@ def test_a_layer_of_the_strip_tells_its_numbers_and_leads_to_the_figure(pages, v
 
 
 @pytest.mark.browser
+@pytest.mark.parametrize("layers", [12, 80])
+def test_the_names_of_the_strip_stand_beside_their_rows_on_a_telephone(visit, tmp_path, layers):
+    page = visit(synthetic.language_model(layers).save(tmp_path / "out") / PAGE, viewport={"width": 400, "height": 900})
+    names = page.locator(".profile-names span").all()[1:]
+    first, last = (page.locator(".layer").nth(at).locator("i").all() for at in (0, -1))
+    assert [name.inner_text() for name in names] == ["Displacement", "Coherence", "Settled"]
+    for name, start, end in zip(names, first, last, strict=True):
+        beside, cell, final = (one.bounding_box() for one in (name, start, end))
+        assert abs(beside["y"] + beside["height"] / 2 - cell["y"] - cell["height"] / 2) < 2
+        assert beside["x"] + beside["width"] < cell["x"] < final["x"] < final["x"] + final["width"] <= 400
+        assert final["width"] > 3
+
+
+HOVERED = """(div) => {
+    const { type, x, y } = div.data[0];
+    Plotly.Fx.hover(div, type === "heatmap" ? { xval: x[0], yval: 0 } : { xval: 0 });
+    return [...div.querySelectorAll(".hoverlayer text")].map((one) => one.textContent).join(" ");
+}"""
+"""Text of the hover boxes at the first layer of a figure."""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("kind", ["comparison", "language_model"])
+def test_embeddings_are_layer_0_on_axes_in_hover_boxes_and_in_the_lens(pages, visit, kind):
+    page = visit(pages(kind))
+    unfold(page)
+    page.wait_for_timeout(1000)
+    found = {}
+    for plot in page.locator(".plot").all():
+        if "(0: embeddings)" in plot.locator(".xtitle").text_content():
+            found[plot.get_attribute("data-figure").partition(":")[0]] = plot.evaluate(HOVERED)
+            assert "0" in plot.locator(".xtick").all_text_contents()
+    assert {"lens_loss", "lens_accuracy", "cosine", "cka"} <= {*found}
+    assert {name: text[:7] for name, text in found.items()} == dict.fromkeys(found, "Layer 0")
+    assert "layer 0" in found["cosine"]
+    cell = page.locator(".lens td[data-layer='0'][data-position='1']")
+    assert cell.get_attribute("title").startswith("Layer 0, ")
+    assert not re.search(r"\bemb\b|at embeddings", page.locator("body").inner_text())
+
+
+@pytest.mark.browser
 def test_the_lens_grid_is_the_document(pages, visit):
     page = visit(pages("comparison"))
     meta = Results.load(pages("comparison").parent).meta["models"]
     sample, rows = meta[0]["lens_grid"]["samples"][0], page.locator(".lens tbody tr")
-    assert rows.locator("th").all_inner_texts() == [*map(str, range(12, 0, -1)), "emb"]
+    assert rows.locator("th").all_inner_texts() == [*map(str, range(12, -1, -1))]
     shown = [cell.replace("·", " ").replace("⏎", "\n") for cell in rows.first.locator("td").all_inner_texts()]
     assert shown == [token for token, _ in sample["grid"][12]]
     for position, settled in enumerate(sample["saturation"]):

@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from sklearn.metrics import accuracy_score
 from transformers import (
+    AutoConfig,
     AutoImageProcessor,
+    AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -21,6 +23,7 @@ from transformers import (
     BertModel,
 )
 
+import gguf_files
 from fulldepth.data import ShuffledSampler, train_wordpiece
 from fulldepth.hf import EXIT_HEADS
 from fulldepth.settings import layer
@@ -29,7 +32,7 @@ from fulldepth.training.model import with_new_head
 from fulldepth.training.trainer import multistep
 from json_files import change_json
 from refusals import refused
-from tiny_models import same_weights
+from tiny_models import DECODER, same_weights
 from training.conftest import ENCODER, GPT2, SHORT, interrupted, jsonl, sentences
 
 VIT = {
@@ -208,3 +211,15 @@ def test_fine_tuning_starts_from_the_exit_heads_of_a_checkpoint_of_the_same_clas
     assert any("are for other classes" in line for line in other.meta["warnings"])
     fresh = load_file(tmp_path / "other" / "checkpoint-2" / EXIT_HEADS)
     assert not any(torch.allclose(fresh[name], weight, atol=1e-3) for name, weight in stored.items())
+
+
+def test_a_new_head_is_put_on_the_body_in_a_gguf_file(tmp_path):
+    options = DECODER | {"vocab_size": 300, "intermediate_size": 64}
+    written = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **options))
+    gguf_files.write(tmp_path / "model.gguf", written)
+    config = AutoConfig.for_model("llama", **options, num_labels=3)
+    model = AutoModelForSequenceClassification.from_config(config)
+    given = with_new_head(model, str(tmp_path / "model.gguf"), torch.float32)
+    drawn = {"score.weight": model.score.weight}
+    assert given.keys() == model.state_dict().keys()
+    assert all(torch.equal(weight, (written.state_dict() | drawn)[name]) for name, weight in given.items())

@@ -38,7 +38,7 @@ def _show(cells: pd.DataFrame) -> None:
         for layer, row in sorted(shown.groupby("layer"), reverse=True):
             styles = (_shade(probability) for probability in row["probability"])
             tops = map(Text, map(_written, row["top_token"]), styles)
-            table.add_row(str(layer) if layer else "emb", *tops)
+            table.add_row(str(layer), *tops)
         screen.print(table)
 
 

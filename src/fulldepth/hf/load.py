@@ -180,7 +180,7 @@ def load_checkpoint(
         options["config"] = config
     if model_class is None:
         config = load_config(where, revision=revision, trust_remote_code=trust_remote_code)
-    else:
+    elif gguf is None:
         check_config(where, revision)
     weights = check_model_files(where, revision) if gguf is None else read_header(gguf).weights
     if target is not None and getattr(config, "quantization_config", None) is None:

@@ -38,7 +38,6 @@ from fulldepth.reporting.style import (
     categorical,
     label,
     layer_axis,
-    layer_name,
     read_yaml,
 )
 
@@ -318,7 +317,7 @@ def _cells(record: Figure, reading: Reading, table: pd.DataFrame) -> tuple[pd.Da
     rows = select(table, reading.measure, reading.statistic, reading.site).dropna(subset=["layer", "other"])
     if record.turned:
         cells = grid(rows, rows["other"], rows["layer"])
-        return cells, [layer_name(row, short=True) for row in cells.index]
+        return cells, [*map(str, cells.index)]
     if reading.site == "residual":  # a pair given in one order holds for both
         rows = pd.concat([rows.assign(layer=rows["other"], other=rows["layer"]), rows])
     return grid(rows, rows["layer"], rows["other"], record.column), None
@@ -340,7 +339,7 @@ def followed(record: Figure, source: PageSource) -> Figures:
         tracks = [
             Drawn(
                 PlottedCurve(steps, [values.points.get(layer) for values in by_layer], ["?"] * len(steps)),
-                layer_name(layer), by_depth(layer, layers), form=line.form,
+                f"Layer {layer}", by_depth(layer, layers), form=line.form,
                 hover="%{fullData.name}, step %{x:,}<br>", extra={"showlegend": False},
             )
             for layer in depths

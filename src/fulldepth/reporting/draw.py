@@ -20,7 +20,7 @@ from fulldepth.reporting.style import (
     axis,
     figure,
     layer_axis,
-    layer_name,
+    layer_title,
     translucent,
 )
 
@@ -87,7 +87,7 @@ class Drawn:
         """The band, and the curve with its error bars."""
         curve, errors = self.curve, self.errors.points
         observed = "" if set(curve.counts) <= {"1", "?"} else "  (n = %{customdata[1]})"
-        custom: list[list[Any]] = [[layer_name(at), count] for at, count in zip(curve.at, curve.counts, strict=True)]
+        custom: list[list[Any]] = [[f"Layer {at}", count] for at, count in zip(curve.at, curve.counts, strict=True)]
         settings: dict[str, Any] = {}
         if any(widths := [errors.get(at, 0.0) for at in curve.at]):
             settings["error_y"] = {"array": widths, "thickness": 1.2, "width": 3}
@@ -145,7 +145,7 @@ def set_first_apart(drawn: go.Figure, names: Collection[str] | None = None) -> g
     if ends is None:
         return drawn
     drawn.add_annotation(
-        text=f"\u2191 {layer_name(int(layer))}: {first[0]:.3g}", x=layer, y=1, yref="paper", xanchor="left",
+        text=f"\u2191 Layer {int(layer)}: {first[0]:.3g}", x=layer, y=1, yref="paper", xanchor="left",
         yanchor="top", xshift=14, showarrow=False, font={"size": 11, "color": MUTED},
     )  # fmt: skip
     return drawn.update_layout(yaxis_range=ends)
@@ -217,11 +217,11 @@ def heat(
         hovertemplate=f"{axes[1]} %{{y}}, {axes[0].lower()} %{{x}}<br>{quantity} <b>%{{z:.4f}}</b><extra></extra>",
     )  # fmt: skip
     across, down = (
-        {**layer_axis(last, 0), **axis(title), **BARE, "range": None}
-        for title, last in zip(axes, (columns[-1], rows[-1]), strict=True)
+        {**layer_axis(places[-1], 0), **axis(layer_title(title, places[0])), **BARE, "range": None}
+        for title, places in zip(axes, (columns, rows), strict=True)
     )
     if names:
-        down = axis(axes[1], type="category", tickvals=names[:: max(1, len(names) // 16)], **BARE)
+        down = axis(layer_title(axes[1], rows[0]), type="category", tickvals=names[:: max(1, len(names) // 16)], **BARE)
     elif rows == columns:
         across, down = across | {"constrain": "domain"}, down | {"constrain": "domain", "scaleanchor": "x"}
     return figure([shown], xaxis=across, yaxis=down, height=480, hovermode="closest", **layout)

@@ -44,8 +44,8 @@ SIGNED_SCALE = [[i / 20, colour] for i, colour in enumerate((*OPPOSITE[:0:-1], *
 DIFFERENCE_SCALE = [[i / 20, colour] for i, colour in enumerate((*BELOW[:0:-1], *ABOVE))]
 """Colour scale for differences, neutral at zero."""
 
-TOLD = 4
-"""Maximum number of curves that an alternative text describes."""
+TOLD, NAMED = 4, 12
+"""Maximum number of curves that an alternative text describes one by one, and of further ones that it names."""
 TEMPLATE = go.layout.Template(read_yaml("template.yaml"))
 """Layout and defaults of all figures."""
 
@@ -91,19 +91,16 @@ def layer_axis(layers: int, first: int = 1, relative: bool = False) -> dict[str,
     ticks = [tick for tick in range(0, layers + 1, step) if tick >= first]
     ticks = [*(tick for tick in ticks if layers - tick >= 3 * step / 4), layers]  # no label touches the last one
     return {
-        "title": {"text": "Layer"},
+        "title": {"text": layer_title("Layer", first)},
         "unifiedhovertitle": {"text": "Layer %{x}"},
         "range": [first - 0.5, layers + 0.5],
         "tickvals": ticks,
-        "ticktext": [layer_name(tick, short=True) for tick in ticks],
     }
 
 
-def layer_name(layer: int, short: bool = False) -> str:
-    """Displayed name of a layer; 0 is the embeddings."""
-    if layer == 0:
-        return "emb" if short else "Embeddings"
-    return str(layer) if short else f"Layer {layer}"
+def layer_title(title: str, first: int) -> str:
+    """Title of an axis over layers from `first`; the axis with layer 0 says what that is."""
+    return title if first else f"{title} (0: embeddings)"
 
 
 def figure(
@@ -140,7 +137,9 @@ def figure(
 
 
 def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any]) -> Iterator[str]:
-    """The alternative text of a figure, a sentence a curve: where it is lowest and highest."""
+    """The alternative text of a figure, a sentence a curve: where it is lowest and highest. One sentence covers the
+    curves after the first `TOLD`.
+    """
     form = ".1%" if str(yaxis.get("tickformat")).endswith("%") else ".3g"
     across = xaxis["title"]["text"]
     place = xaxis.get("unifiedhovertitle", {}).get("text", f"{across} %{{x}}").lower().replace("%{x:,}", "%{x}")
@@ -152,8 +151,19 @@ def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any
             continue
         points = [(y, x) for x, y in zip(trace.x, trace.y, strict=True) if y is not None]
         ends = dict.fromkeys(end(points, key=lambda point: point[0]) for end in (min, max))
+<<<<<<< HEAD
         texts = [f"{minus(y, form)} at {place.replace('%{x}', _on_axis(x, xaxis))}" for y, x in ends]
         yield f"{trace.name}: {' to '.join(texts)}.".replace("layer 0", "embeddings")
+=======
+        texts = [f"{minus(y, form)} at {place.replace('%{x}', f'{x:,.6g}')}" for y, x in ends]
+        yield f"{trace.name}: {' to '.join(texts)}."
+    others = told[TOLD:]
+    if others:
+        names = [trace.name for trace in others]
+        shown = ", ".join(names) if len(names) <= NAMED else f"{names[0]} to {names[-1]} ({len(names)} curves)"
+        values = [y for trace in others for y in trace.y if y is not None]
+        yield f"{shown}: between {minus(min(values), form)} and {minus(max(values), form)}."
+>>>>>>> h2
 
 
 def _on_axis(x: float, xaxis: dict[str, Any]) -> str:

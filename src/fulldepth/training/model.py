@@ -41,7 +41,6 @@ from fulldepth.hf import (
     anatomy_candidates,
     copy_to_exit_heads,
     find_exit_heads,
-    find_gguf,
     find_output_weights,
     has_exit_heads,
     load_checkpoint,
@@ -436,10 +435,8 @@ def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
         dtype: of the weights.
 
     Raises:
-        FulldepthError: if the checkpoint lacks weights of the body, or is a GGUF file.
+        FulldepthError: if the checkpoint lacks weights of the body.
     """
-    if find_gguf(packaged(checkpoint)) is not None:
-        raise FulldepthError(f"{checkpoint} is a GGUF file; only language models are trained from one.")
     own, body = model.state_dict(), f"{model.base_model_prefix}."
     loaded = load_checkpoint(
         checkpoint,

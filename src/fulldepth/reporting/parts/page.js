@@ -187,7 +187,7 @@ function fillLens(sample) {
   const rows = [];
   for (let layer = layers; layer >= 0; layer -= 1) {
     const cells = sample.tokens.map((_, position) => lensCell(sample, layer, position));
-    rows.push(el("tr", {}, el("th", { scope: "row" }, layer ? String(layer) : "emb"), ...cells));
+    rows.push(el("tr", {}, el("th", { scope: "row" }, String(layer)), ...cells));
   }
   const caption = el("caption", { class: "sr" }, `Top prediction of every layer, ${sample.title}.`);
   const table = el("table", { class: "lens" }, caption, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Layer"), ...head)), el("tbody", {}, ...rows));
@@ -196,7 +196,7 @@ function fillLens(sample) {
     if (cell) byId("readout").replaceChildren(...described(sample, Number(cell.dataset.layer), Number(cell.dataset.position)));
   });
   byId("lens-box").replaceChildren(table);
-  byId("readout").replaceChildren("Point at a cell to read its probability and the true token.");
+  byId("readout").replaceChildren("Point at a cell to read its probability and the true token. Layer 0 is the embeddings.");
 }
 
 /** A prediction, shaded by its probability. */
@@ -218,7 +218,7 @@ function lensCell(sample, layer, position) {
 function described(sample, layer, position) {
   const [probability, target, settled] = [sample.probability[layer][position], word(sample.targets[position]), sample.saturation[position]];
   return [
-    `${layer ? `Layer ${layer}` : "Embeddings"}, position ${position + 1}, after `, isolated(word(sample.tokens[position])), ": predicts ",
+    `Layer ${layer}, position ${position + 1}, after `, isolated(word(sample.tokens[position])), ": predicts ",
     isolated(word(sample.top[layer][position])), probability == null ? "" : ` with probability ${(probability / 1000).toFixed(3)}`,
     ...(target ? ["; the true token is ", isolated(target)] : []),
     settled == null ? "." : layer >= settled ? `. Settled since layer ${settled}.` : `. Settles at layer ${settled}.`,
