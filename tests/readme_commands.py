@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[1]
 SMALL = {
     "measure": ["max_sequences=4", "sequence_length=64", "lens_tokens=64"],
     "train": ["steps=4", "eval_every=4", "save_every=4", "global_batch_size=4", "data.validation_sequences=8"],
-    "skip search": ["max_sequences=10", "sequence_length=192", "granularity=attention", "target_speedup=1.005", "fit=false"],
+    "skip search": [
+        *("max_sequences=10", "sequence_length=192", "granularity=attention", "target_speedup=1.005", "fit=false"),
+    ],
     "skip heal": ["max_sequences=20"],
     "exit": ["max_sequences=8", "sequence_length=64", "prompts=1", "max_new_tokens=4", "repeats=1"],
     "generate": ["max_new_tokens=8"],

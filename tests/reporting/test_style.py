@@ -105,12 +105,11 @@ def test_the_alternative_text_says_where_a_curve_is_lowest_and_highest():
     assert told([None, 3, None]) == "Cosine: 3 at layer 1."
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("xaxis", "places", "told"),
     [
         (layer_axis(30, relative=True), [1 / 30, 1.0], "3% to −2 at relative depth 100%"),
-        (layer_axis(30), [0, 30], "embeddings to −2 at layer 30"),
+        (layer_axis(30), [0, 30], "layer 0 to −2 at layer 30"),
         (axis("Step", unifiedhovertitle={"text": "Step %{x:,}"}), [1, 1_234_567], "step 1 to −2 at step 1,234,567"),
         (axis("Speed-up"), [1.03456789, 2.0], "speed-up 1.035 to −2 at speed-up 2"),
     ],
@@ -118,7 +117,8 @@ def test_the_alternative_text_says_where_a_curve_is_lowest_and_highest():
 def test_places_in_words_are_rounded_for_people(xaxis, places, told):
     drawn = figure([go.Scatter(x=places, y=[-3.0, -2.0], name="a")], xaxis=xaxis, yaxis=axis("Loss"))
     assert drawn.layout.meta["alt"].endswith(f"{told}.")
-=======
+
+
 @pytest.mark.parametrize("curves", [12, 80])
 def test_the_alternative_text_covers_every_curve(curves):
     traces = [go.Scatter(x=[0, 1], y=[number, -number], name=f"Curve {number}") for number in range(curves)]
@@ -126,4 +126,3 @@ def test_the_alternative_text_covers_every_curve(curves):
     assert each[0].endswith("Curve 3: −3 at layer 1 to 3 at layer 0. ")
     named = "".join(f", Curve {number}" for number in range(5, curves)) if curves == 12 else " to Curve 79 (76 curves)"
     assert others == f"{named}: between −{curves - 1} and {curves - 1}."
->>>>>>> h2

@@ -151,11 +151,7 @@ def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any
             continue
         points = [(y, x) for x, y in zip(trace.x, trace.y, strict=True) if y is not None]
         ends = dict.fromkeys(end(points, key=lambda point: point[0]) for end in (min, max))
-<<<<<<< HEAD
         texts = [f"{minus(y, form)} at {place.replace('%{x}', _on_axis(x, xaxis))}" for y, x in ends]
-        yield f"{trace.name}: {' to '.join(texts)}.".replace("layer 0", "embeddings")
-=======
-        texts = [f"{minus(y, form)} at {place.replace('%{x}', f'{x:,.6g}')}" for y, x in ends]
         yield f"{trace.name}: {' to '.join(texts)}."
     others = told[TOLD:]
     if others:
@@ -163,7 +159,6 @@ def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any
         shown = ", ".join(names) if len(names) <= NAMED else f"{names[0]} to {names[-1]} ({len(names)} curves)"
         values = [y for trace in others for y in trace.y if y is not None]
         yield f"{shown}: between {minus(min(values), form)} and {minus(max(values), form)}."
->>>>>>> h2
 
 
 def _on_axis(x: float, xaxis: dict[str, Any]) -> str:
