@@ -23,6 +23,7 @@ SMALL = {
     "train": ["steps=4", "eval_every=4", "save_every=4", "global_batch_size=4", "data.validation_sequences=8"],
     "skip search": [
         *("max_sequences=10", "sequence_length=192", "granularity=attention", "target_speedup=1.005", "fit=false"),
+        "context=32",
     ],
     "skip heal": ["max_sequences=20"],
     "exit": ["max_sequences=8", "sequence_length=64", "prompts=1", "max_new_tokens=4", "repeats=1"],
