@@ -15,6 +15,7 @@ from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import PreTrainedModel
 
+from fulldepth.data.examples import units
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import open_model
 from fulldepth.progress import Watcher
@@ -56,6 +57,7 @@ def main(model: str | PreTrainedModel, plan: str | Plan, data: Any, heldout: Any
     examples = read_data(checkpoint, find_anatomy(original), data, settings, tokenizer=None, heldout=heldout)
     quantised = int8(original)
     second = search(quantised, examples, settings=settings)
+    held = units(examples.meta)
     losses = None
     for name, one, used in (
         ("original", original, None),
@@ -71,10 +73,10 @@ def main(model: str | PreTrainedModel, plan: str | Plan, data: Any, heldout: Any
         with skipping(anatomy, removed, plan.granularity, scalars):
             read = heldout_losses({name: one}, examples.heldout, settings.batch_size, Watcher())["loss"]
         losses = read if losses is None else replace(losses, sums={**losses.sums, **read.sums})
-        change = "" if one is original and not used else f", {in_words(losses.added(name), 'the original')}"
+        change = "" if one is original and not used else f", {in_words(losses.added(name), 'the original', held)}"
         print(f"{name} {list(removed)}: {losses.mean(name):.4f} nats{change}")
     order = losses.added("quantised, then skipped", "skipped, then quantised")
-    print(f"Quantising first: {in_words(order, 'quantising last')}.")
+    print(f"Quantising first: {in_words(order, 'quantising last', held)}.")
     return losses, second
 
 
