@@ -87,6 +87,17 @@ def test_two_caches_are_refused(name):
         model(IDS, use_cache=True, **caches)
 
 
+def test_an_argument_that_is_given_twice_or_has_no_place_is_refused():
+    model = cut(tiny_models.build("llama")).eval()
+    mask = torch.ones_like(IDS)
+    with pytest.raises(TypeError, match=r"attention_mask|multiple values"):
+        model(IDS, mask, attention_mask=mask)
+    with pytest.raises(TypeError, match="attention_mask' twice"):
+        model.model(IDS, mask, attention_mask=mask)
+    with pytest.raises(TypeError, match="by position"):
+        model.model(*[None] * 20)
+
+
 def test_a_cache_under_a_third_name_is_refused_when_the_model_is_made(monkeypatch):
     """What the code of an export does where a later transformers renames the argument again."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -22,7 +23,13 @@ def cache_argument(model: nn.Module) -> str:
     Args:
         model: a decoder. Code that a checkpoint carries may use another name than the installed transformers.
     """
-    parameters = inspect.signature(type(model).forward).parameters
+    return _argument_of(type(model).forward)
+
+
+@cache
+def _argument_of(forward: Callable[..., Any]) -> str:
+    """As `cache_argument`; a decoding loop asks at every step."""
+    parameters = inspect.signature(forward).parameters
     named = [name for name in CACHE_NAMES if name in parameters]
     return CACHE if CACHE in named or not named else named[0]
 

@@ -293,9 +293,13 @@ def _check_arguments(names: list[str], model: Any, args: tuple[Any, ...], kwargs
     """Forward pre-hook: pass the cache by the stock class's name, refuse what the class would accept and not read.
 
     Raises:
-        TypeError: with the names of unknown arguments.
+        TypeError: with the names of unknown arguments, and of those that are given twice; for too many arguments.
         ValueError: for two caches.
     """
+    if len(args) > len(names):
+        raise TypeError(f"{type(model).__name__}.forward() takes {len(names)} arguments by position, got {len(args)}")
+    if twice := [name for name in names[: len(args)] if name in kwargs]:
+        raise TypeError(f"{type(model).__name__}.forward() got {', '.join(map(repr, twice))} twice")
     named = kwargs | dict(zip(names, args, strict=False))
     if unknown := sorted(named.keys() - {*names, *CACHE_NAMES, *HANDED_ON}):
         raise TypeError(f"{type(model).__name__}.forward() takes no argument {', '.join(map(repr, unknown))}")
