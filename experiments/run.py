@@ -5,7 +5,8 @@
     python experiments/run.py smoke --output runs/                        # the built-in corpus, seconds a run
 
 DATA is a folder of `.txt` novels, of which the thirteen shortest are held out. The same command goes on where it was
-stopped, by Ctrl-C, a kill or its budget; `OUTPUT/POOL.jsonl` holds what is finished, for `experiments/verdicts.py`.
+stopped, by Ctrl-C, a kill or its budget; `OUTPUT/POOL.jsonl` holds what is finished, for `experiments/verdicts.py`, and
+`OUTPUT/work` the trained models: a run whose line is removed is measured again, not trained.
 """
 
 from __future__ import annotations
@@ -249,7 +250,6 @@ def execute(
             numbers |= PROBES[name](subject)
         except fulldepth.FulldepthError as error:
             refused[name] = str(error)
-    shutil.rmtree(folder)
     facts = {"parameters": results.meta["model"]["parameters"], "data": results.meta["data"]["hash"]}
     return {
         **{
