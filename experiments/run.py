@@ -1,12 +1,15 @@
 """Trains and measures the models behind docs/claims.md: every arm with every seed, one JSON line for each finished run.
 
-    python experiments/run.py small --arms all --seeds 0,1,2,3,4 --data novels/ --output runs/
+    python experiments/run.py small --arms all --seeds 0,1,2,3,4 --data DATA --output runs/
+    python experiments/run.py real --arms aligned,plain --seeds 0 --data DATA --output runs/
+    python experiments/run.py real --timed --output runs/               # speeds of trained models
     python experiments/run.py small --arms llama,jreg --seeds 0 --device cuda --budget-seconds 500 --output runs/
     python experiments/run.py smoke --output runs/                        # the built-in corpus, seconds a run
 
-DATA is a folder of `.txt` novels, of which the thirteen shortest are held out. The same command goes on where it was
-stopped, by Ctrl-C, a kill or its budget; `OUTPUT/POOL.jsonl` holds what is finished, for `experiments/verdicts.py`, and
-`OUTPUT/work` the trained models: a run whose line is removed is measured again, not trained.
+DATA holds what the pool needs: `novels/*.txt` (the thirteen shortest are held out), `cifar10/cifar10_images.zip`,
+`glue/sst2/*.tsv`. The same command goes on where it was stopped, by Ctrl-C, a kill or its budget; `OUTPUT/POOL.jsonl`
+holds what is finished, for `experiments/verdicts.py`, and `OUTPUT/work` the trained models: a run whose line is removed
+is measured again, not trained.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -33,49 +36,89 @@ import torch
 import fulldepth
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import StoppedError
-from fulldepth.exit import Decoder, sweep
 from fulldepth.hf import load_checkpoint, load_tokenizer
 from fulldepth.settings import assignments, layer, merge, read
 from fulldepth.settings.train import TrainSettings
-from fulldepth.skip import search
+from probes import PROBES, Subject
 
 DESIGN: dict[str, Any] = read(Path(__file__).with_name("pools.yaml"), "train")
-POOLS, ARMS, MEASURES = (DESIGN[name] for name in ("pools", "arms", "measures"))
+POOLS: dict[str, dict[str, Any]] = DESIGN["pools"]
+
+
+def arms_of(pool: str) -> dict[str, dict[str, Any]]:
+    """The arms of a pool: name -> changes of its settings."""
+    return DESIGN["arms"][POOLS[pool]["arms"]]
 
 
 def settings_of(pool: str, arm: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of `fulldepth.train` for an arm, without seed, device and places."""
-    settings = merge(merge(DESIGN["common"] | POOLS[pool], changes), ARMS[arm])
+    recipe = POOLS[pool].get("recipe")
+    settings = merge(read(recipe, "train") if recipe else {}, DESIGN["common"])
+    for more in (POOLS[pool]["settings"], changes, arms_of(pool)[arm]):
+        settings = merge(settings, more)
+    steps = settings["steps"]
     if arm == "quarter":
-        settings |= {"steps": 4 * settings["steps"], "global_batch_size": settings["global_batch_size"] // 4}
+        settings |= {"steps": 4 * steps, "global_batch_size": settings["global_batch_size"] // 4}
     if arm == "tree-cr":  # the paper's share of steps with the energy penalty
-        settings["objective"] = {**settings["objective"], "energy_warmup": round(0.04 * settings["steps"])}
-    return settings | {"eval_every": settings["steps"] // 4, "save_every": max(1, settings["steps"] // 8)}
+        settings["objective"] = {**settings["objective"], "energy_warmup": round(0.04 * steps)}
+    for name in ("about", "source", "data"):
+        settings.pop(name, None)
+    steps = settings["steps"]
+    return settings | {"eval_every": steps // 4, "save_every": max(1, steps // 8)}
 
 
-def prepare(pool: str, source: str, home: Path) -> Path:
-    """The folder of the pool's data: `train`, `heldout` (ten novels) and `choosing` (three), and `tokenizer`."""
+def prepare(pool: str, source: Path, home: Path) -> dict[str, str]:
+    """Places of the pool's data: `train` and `heldout`; of texts also `choosing` and, for a model from scratch,
+    `tokenizer`.
+
+    Raises:
+        SystemExit: if `source` lacks what the pool needs.
+    """
+    kind = POOLS[pool]["data"]
+    if isinstance(kind, dict):
+        places = {part: place if ":" in place else str(source / place) for part, place in kind.items()}
+        for place in places.values():
+            if ":" not in place and not Path(place).exists():
+                raise SystemExit(f"There is no {place}; give its folder as --data.")
+        return places
+    vocabulary = POOLS[pool].get("vocabulary")
     folder = home / "data" / pool.partition("-")[0]
-    if folder.exists():
-        return folder
-    if pool.startswith("smoke"):
+    if not folder.exists():
+        part = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        if kind == "cifar10":
+            with zipfile.ZipFile(source / "cifar10" / "cifar10_images.zip") as archive:
+                archive.extractall(part, [name for name in archive.namelist() if name.startswith(("train/", "test/"))])
+        else:
+            write_texts(texts_of(kind, source), part, vocabulary)
+        part.rename(folder)
+    if kind == "cifar10":
+        return {"train": str(folder / "train"), "heldout": str(folder / "test")}
+    return {place.name: str(place) for place in folder.iterdir()}
+
+
+def texts_of(kind: str, source: Path) -> dict[str, list[str]]:
+    """Documents of every part: of the novels, the ten shortest are held out, and the next three are to choose with."""
+    if kind == "builtin":
         texts, held_out = ([text[:200_000] for text in builtin_texts(part)] for part in ("train", "heldout"))
         size = len(held_out[0]) // 11
         pieces = [held_out[0][start : start + size] for start in range(0, 11 * size, size)]
-        held_out, choosing = pieces[:8], pieces[8:]
-    else:
-        texts = sorted((path.read_text("utf-8") for path in Path(source).glob("*.txt")), key=len)
-        if len(texts) < 20:
-            raise SystemExit(f"--data {source or '(none)'} holds {len(texts)} .txt files; expected 20 novels or more.")
-        held_out, choosing, texts = texts[:10], texts[10:13], texts[13:]
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    for name, documents in {"train": texts, "heldout": held_out, "choosing": choosing}.items():
-        (part / name).mkdir(parents=True)
+        return {"train": texts, "heldout": pieces[:8], "choosing": pieces[8:]}
+    texts = sorted((path.read_text("utf-8") for path in (source / "novels").glob("*.txt")), key=len)
+    if len(texts) < 20:
+        raise SystemExit(f"{source / 'novels'} holds {len(texts)} .txt files; expected 20 novels or more.")
+    return {"heldout": texts[:10], "choosing": texts[10:13], "train": texts[13:]}
+
+
+def write_texts(parts: Mapping[str, list[str]], folder: Path, vocabulary: int | None) -> None:
+    """Write the documents of every part, and a tokenizer that is trained on the first."""
+    for name, documents in parts.items():
+        (folder / name).mkdir()
         for number, text in enumerate(documents):
-            (part / name / f"{number:02}.txt").write_text(text, "utf-8")
-    train_tokenizer(texts, DESIGN["vocabulary"][folder.name]).save_pretrained(part / "tokenizer")
-    return part.rename(folder)
+            (folder / name / f"{number:02}.txt").write_text(text, "utf-8")
+    if vocabulary:
+        train_tokenizer(parts["train"], vocabulary).save_pretrained(folder / "tokenizer")
 
 
 def sealed(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,122 +154,60 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A trained model, and how it is measured."""
+class Order:
+    """A run, and what is read of its model."""
 
+    pool: str
     arm: str
-    model: Any
-    tokenizer: Any
-    data: Path
-    common: dict[str, Any]
-    """Sequence length, number of windows, device."""
+    seed: int
+    settings: dict[str, Any]
+    data: dict[str, str]
+    home: Path
+    device: str
+    probes: Sequence[str]
 
-    def options(self, part: str = "heldout") -> dict[str, Any]:
-        """Arguments of a command that measures this model on a part of the data."""
-        return {"tokenizer": self.tokenizer, "progress": False, **self.common, "data": str(self.data / part)}
-
-
-def measured(subject: Subject) -> dict[str, Any]:
-    """Numbers by layer (those of states and the lens from layer 0 on), jump rates and depths."""
-    names = sorted({measure for measure, _, _ in MEASURES.values()} | {"jump_rate", "effective_depth", "saturation"})
-    results = fulldepth.measure(subject.model, measures=names, lens_tokens=None, **subject.options())
-    table, depth = results.table, results.meta["model"]["num_layers"]
-    numbers: dict[str, Any] = {}
-    for name, (measure, site, statistic) in MEASURES.items():
-        rows = table[(table.measure == measure) & (table.site == site) & (table.statistic == statistic)]
-        rows = rows[rows.other.isna() | (rows.other == depth)].sort_values("layer")
-        numbers[name] = [None if math.isnan(value) else value for value in rows.value.tolist()]
-    losses = numbers["lens_loss"]
-    numbers["near_final"] = next(layer for layer, loss in enumerate(losses) if loss <= 1.05 * losses[-1])
-    for name in ("effective_depth", "median_saturation"):
-        numbers[name] = results.headline.get(name, {}).get("value")
-    jumps = table[(table.measure == "jump_rate") & (table.statistic == "value")].set_index("layer").value
-    return numbers | {f"zeta_{back}": float(jumps[depth - back]) for back in range(3)}
+    @property
+    def job(self) -> tuple[str, int]:
+        """Arm and seed."""
+        return self.arm, self.seed
 
 
-def pruned(subject: Subject) -> dict[str, Any]:
-    """Nats that pruning the routers of LIME adds; the model stays pruned."""
-    if subject.arm != "lime":
-        return {}
-    losses = []
-    for share in (1.0, 0.9):
-        subject.model.prune_routers(p=share)
-        results = fulldepth.measure(subject.model, measures=["lens_loss"], lens_tokens=None, **subject.options())
-        losses.append(results.values("lens_loss", "mean").iloc[-1])
-    return {"pruning_added": float(losses[1] - losses[0])}
+def subject_of(order: Order, checkpoint: Path) -> Subject:
+    """The trained model of a run."""
+    pool = POOLS[order.pool]
+    text = "choosing" in order.data
+    model = load_checkpoint(str(checkpoint), device=order.device).model
+    length = {"sequence_length": order.settings["sequence_length"]} if text else {}
+    labelled = order.settings.get("task") == "text-classification"
+    return Subject(
+        arm=order.arm,
+        control=pool["control"],
+        model=model,
+        tokenizer=load_tokenizer(str(checkpoint)) if text or labelled else None,
+        data=order.data,
+        measures=DESIGN["measures"]["language" if text else "labelled"],
+        common={"device": order.device, **length},
+        sequences={"heldout": pool["windows"], "choosing": pool.get("choosing", pool["windows"])},
+    )
 
 
-def left_early(subject: Subject) -> dict[str, Any]:
-    """Early exit at a loss of accuracy of 1 %: share of tokens that leave before the last layer, layers saved."""
-    options = {"target_accuracy_drop": 0.01, "repeats": 0, "prompts": 0, "lens_tokens": None}
-    results = sweep(subject.model, **options, **subject.options())
-    [chosen] = [entry for entry in results.meta["exits"] if entry["calibrated"] and entry["split"] == "report"]
-    leaving = 1 - chosen["exits"][-1] / chosen["samples"]
-    return {"exit_share": leaving, "exit_speedup": chosen["theoretical_speedup"], "exit_drop": chosen["drop"]}
-
-
-def removed(subject: Subject, part: str, method: str = "greedy") -> dict[str, Any]:
-    """Nats that removing three attention blocks or layers adds; they are chosen on other documents."""
-
-    def searched(data: str, **options: Any) -> Any:
-        chosen = subject.options(data)
-        chosen["heldout"] = chosen.pop("data")
-        return search(subject.model, None, granularity=part, fit=False, **options, **chosen)
-
-    plan = searched("choosing", blocks=3, search=method)
-    losses = searched("heldout", search="given", given=plan.blocks).losses
-    return {f"removed_{part}" + ("" if method == "greedy" else f"_{method}"): losses[-1] - losses[0]}
-
-
-def selected(subject: Subject) -> dict[str, Any]:
-    """Nats that attention blocks add which other searches choose, for plain Llama alone."""
-    methods = ("one-shot", "cosine", "random") if subject.arm == "llama" else ()
-    return {name: value for method in methods for name, value in removed(subject, "attention", method).items()}
-
-
-def speculated(subject: Subject) -> dict[str, Any]:
-    """Drafts of the first four layers that the others accept, of four a round; share of texts equal to plain ones."""
-    decoder, stats, same = Decoder(subject.model), [], []
-    tokens = subject.common["sequence_length"] // 4
-    for path in sorted((subject.data / "heldout").glob("*.txt")):
-        text = path.read_text("utf-8")
-        ids = torch.tensor([subject.tokenizer.encode(text[len(text) // 2 :][:1000])[:tokens]])
-        ids = ids.to(subject.common["device"])
-        plain = decoder.generate(ids, max_new_tokens=tokens // 2)
-        drafted = decoder.generate(ids, speculate_from=4, draft_length=4, max_new_tokens=tokens // 2)
-        same.append(torch.equal(drafted.sequences, plain.sequences))
-        stats.append(drafted.stats)
-    accepted = sum(each.accepted for each in stats) / sum(each.rounds for each in stats)
-    return {"accepted_a_round": accepted, "same_text": sum(same) / len(same)}
-
-
-PROBES: dict[str, Callable[[Subject], dict[str, Any]]] = {
-    "measure": measured,
-    "exit": left_early,
-    "attention": partial(removed, part="attention"),
-    "layer": partial(removed, part="layer"),
-    "selection": selected,
-    "speculation": speculated,
-    "pruning": pruned,
-}
-
-
-def execute(
-    pool: str, arm: str, seed: int, settings: dict[str, Any], data: Path, home: Path, device: str
-) -> dict[str, Any]:
-    """Train one model and measure it; the line for the pool's file, without times of several runs at once."""
-    folder = home / "work" / f"{pool}-{arm}-{seed}"
-    places = {
-        "name": data / "train",
-        "validation": data / "heldout",
-        "cache": home / "tokens",
-        "validation_sequences": 64,
-    }
-    places = {name: value if isinstance(value, int) else str(value) for name, value in places.items()}
-    started = time.monotonic()
-    recipe = merge(settings, {"data": places, "tokenizer": str(data / "tokenizer"), "seed": seed, "device": device})
-    results = fulldepth.train(layer(TrainSettings, recipe), folder, resume=True, progress=False)
-    table, steps = results.table, settings["steps"]
+def trained(order: Order) -> tuple[Path, dict[str, float], dict[str, Any]]:
+    """Train a model, or find it trained: its checkpoint, numbers and facts of its training."""
+    folder = order.home / "work" / f"{order.pool}-{order.arm}-{order.seed}"
+    settings, data = order.settings, order.data
+    text = "choosing" in data
+    places: dict[str, Any] = {"name": data["train"], "validation": data["heldout"], "cache": str(order.home / "tokens")}
+    if text:
+        places["validation_sequences"] = 64
+    if settings.get("task") == "text-classification":
+        places["truncate"] = True
+    changes: dict[str, Any] = {"data": places, "seed": order.seed, "device": order.device}
+    if "tokenizer" in data:
+        changes["tokenizer"] = data["tokenizer"]
+    recipe = layer(TrainSettings, merge(settings, changes))
+    results = fulldepth.train(recipe, folder, resume=True, progress=False)
+    table = results.table
+    steps = settings["steps"]
     last = table[table.step == steps]
     numbers: dict[str, Any] = {
         "validation_loss": last[last.measure == "validation_loss"].value.item(),
@@ -236,32 +217,28 @@ def execute(
     }
     early = table[(table.step == settings["eval_every"]) & (table.measure == "jump_rate")].sort_values("layer").value
     numbers |= {f"quarter_zeta_{back}": value for back, value in enumerate(early.tolist()[::-1])}
-    numbers = {name: float(value) for name, value in numbers.items()}
-    common = {
-        "sequence_length": settings["sequence_length"],
-        "max_sequences": DESIGN["windows"][pool],
-        "device": device,
+    facts = {
+        "versions": results.meta["versions"],
+        "device": torch.cuda.get_device_name() if order.device == "cuda" else order.device,
+        "parameters": results.meta["model"]["parameters"],
+        "data": results.meta["data"]["hash"],
     }
-    checkpoint = str(folder / f"checkpoint-{steps}")
-    model, tokenizer = load_checkpoint(checkpoint, device=device).model, load_tokenizer(checkpoint)
-    subject, refused = Subject(arm, model, tokenizer, data, common), {}
-    for name in DESIGN["probes"].get(pool, PROBES):
+    return folder / f"checkpoint-{steps}", {name: float(value) for name, value in numbers.items()}, facts
+
+
+def execute(order: Order) -> dict[str, Any]:
+    """Train one model and measure it; the line for the pool's file."""
+    started = time.monotonic()
+    checkpoint, numbers, facts = trained(order)
+    subject = subject_of(order, checkpoint)
+    refused = {}
+    for name in order.probes:
         try:
             numbers |= PROBES[name](subject)
         except fulldepth.FulldepthError as error:
             refused[name] = str(error)
-    facts = {"parameters": results.meta["model"]["parameters"], "data": results.meta["data"]["hash"]}
-    return {
-        **{
-            "pool": pool,
-            "arm": arm,
-            "seed": seed,
-            "settings": hash_of(settings),
-            "versions": results.meta["versions"],
-        },
-        **{"device": torch.cuda.get_device_name() if device == "cuda" else device, **facts},
-        **{"numbers": numbers, "refused": refused, "seconds": time.monotonic() - started},
-    }
+    run = {"pool": order.pool, "arm": order.arm, "seed": order.seed, "settings": hash_of(order.settings)}
+    return {**run, **facts, "numbers": numbers, "refused": refused, "seconds": time.monotonic() - started}
 
 
 def work(orders: Any, answers: Any, threads: int) -> None:
@@ -269,11 +246,11 @@ def work(orders: Any, answers: Any, threads: int) -> None:
     torch.set_num_threads(threads)
     for order in iter(orders.get, None):
         try:
-            answers.put((order[1:3], execute(*order)))
+            answers.put((order.job, execute(order)))
         except StoppedError:
             return
         except Exception as error:  # the other runs go on
-            answers.put((order[1:3], f"{type(error).__name__}: {error}"))
+            answers.put((order.job, f"{type(error).__name__}: {error}"))
         gc.collect()  # a Trainer holds itself
         torch.cuda.empty_cache()
 
@@ -298,50 +275,30 @@ def processes(number: int, device: str) -> Iterator[tuple[Any, Any, list[Any]]]:
             worker.kill()
 
 
-def main() -> None:
-    """Run what is not finished yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pool", choices=["smoke", "small"])
-    parser.add_argument("--arms", default="all", help="comma-separated: " + ", ".join(ARMS))
-    parser.add_argument("--seeds", default="0")
-    parser.add_argument("--data", default=os.path.join(os.environ.get("FULLDEPTH_DATA", ""), "novels"))
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--budget-seconds", type=float, default=math.inf)
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes of the pool's settings")
-    asked = parser.parse_args()
-    started, failed = time.monotonic(), []
-    pool = f"{asked.pool}-cuda" if asked.device == "cuda" and f"{asked.pool}-cuda" in POOLS else asked.pool
-    arms = list(ARMS) if asked.arms == "all" else asked.arms.split(",")
-    if unknown := sorted(set(arms) - set(ARMS)):
-        raise SystemExit(f"There is no arm {unknown[0]}; there are {', '.join(ARMS)}.")
-    data = prepare(pool, asked.data, asked.output)
-    settings = {arm: settings_of(pool, arm, assignments(asked.set)) for arm in arms}
-    path = asked.output / f"{pool}.jsonl"
-    finished = {(line["arm"], line["seed"]): line for line in read_lines(path)}
-    for (arm, seed), line in finished.items():
-        if arm in settings and line["settings"] != hash_of(settings[arm]):
-            raise SystemExit(f"{path} holds {arm}, seed {seed}, with other settings. Choose another --output.")
-    left = [(arm, int(seed)) for seed in asked.seeds.split(",") for arm in arms if (arm, int(seed)) not in finished]
-    number = min(asked.processes or DESIGN["processes"][asked.device], max(1, len(left)))
-    running: dict[tuple[str, int], float] = {}
+def expected_seconds(arm: str, finished: Mapping[tuple[str, int], dict[str, Any]]) -> float:
+    """Seconds of a run of an arm, by the runs so far; 0 where nothing is known."""
+    own = [line["seconds"] for (name, _), line in finished.items() if name == arm]
+    known = own or [line["seconds"] for line in finished.values()]
+    return sum(known) / len(known) if known else 0.0
 
-    def expected(arm: str) -> float:
-        """Seconds of a run of an arm, by the runs so far; 0 where nothing is known."""
-        known = [line["seconds"] for (name, _), line in finished.items() if name == arm]
-        known = known or [line["seconds"] for line in finished.values()]
-        return sum(known) / len(known) if known else 0.0
 
-    with processes(number, asked.device) as (orders, answers, workers):
+def run_all(
+    left: list[Order], finished: dict[tuple[str, int], dict[str, Any]], path: Path, number: int, budget_seconds: float
+) -> tuple[int, int]:
+    """Execute the runs that are left, write a line for each and print what remains; how many are left, and failed."""
+    started = time.monotonic()
+    running: dict[tuple[str, int], Order] = {}
+    failed = 0
+    device = left[0].device if left else "cpu"
+    with processes(min(number, len(left)), device) as (orders, answers, workers):
         while left or running:
-            remaining = asked.budget_seconds - (time.monotonic() - started)
-            fitting = [job for job in left if expected(job[0]) < remaining]
-            if len(running) < number and fitting:
-                arm, seed = fitting[0]
-                left.remove((arm, seed))
-                running[arm, seed] = time.monotonic()
-                orders.put((pool, arm, seed, settings[arm], data, asked.output, asked.device))
+            remaining = budget_seconds - (time.monotonic() - started)
+            fitting = [order for order in left if expected_seconds(order.arm, finished) < remaining]
+            if len(running) < len(workers) and fitting:
+                order = fitting[0]
+                left.remove(order)
+                running[order.job] = order
+                orders.put(order)
                 continue
             if remaining <= 0 or not running or not any(worker.is_alive() for worker in workers):
                 break
@@ -351,20 +308,75 @@ def main() -> None:
                 continue
             del running[job]
             if isinstance(line, str):
-                failed.append(f"{job[0]}, seed {job[1]}: {line}")
-                print(f"FAILED {failed[-1]}", flush=True)
+                failed += 1
+                print(f"FAILED {job[0]}, seed {job[1]}: {line}", flush=True)
                 continue
             finished[job] = line
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(sealed(line)) + "\n")
-            unfinished = [*left, *running]
-            eta = sum(expected(arm) for arm, _ in unfinished) / number
-            loss, jump = line["numbers"]["validation_loss"], line["numbers"].get("zeta_0", math.nan)
-            print(f"{job[0]}, seed {job[1]}: loss {loss:.3f}, zeta_L {jump:.2f} %, {line['seconds']:.0f} s", end="; ")
-            print(f"{len(unfinished)} left, about {eta:.0f} s", flush=True)
-    left += running
-    print(f"{len(finished)} finished, {len(left)} left, {len(failed)} failed: {path}", flush=True)
+            unfinished = [*left, *running.values()]
+            eta = sum(expected_seconds(order.arm, finished) for order in unfinished) / len(workers)
+            loss = line["numbers"].get("validation_loss", math.nan)
+            jump = line["numbers"].get("zeta_0", math.nan)
+            print(
+                f"{job[0]}, seed {job[1]}: loss {loss:.3f}, zeta_L {jump:.2f} %, {line['seconds']:.0f} s; "
+                f"{len(unfinished)} left, about {eta / 60:.0f} min",
+                flush=True,
+            )
+    return len(left) + len(running), failed
+
+
+def main() -> None:
+    """Run what is not finished yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pool", choices=[name for name in POOLS if not name.endswith("-cuda")])
+    parser.add_argument("--arms", default="all", help="comma-separated names of experiments/pools.yaml")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("FULLDEPTH_DATA", "data")))
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--budget-seconds", type=float, default=math.inf)
+    parser.add_argument("--timed", action="store_true", help="time the finished models; leave the machine alone")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes of the pool's settings")
+    asked = parser.parse_args()
+    pool = f"{asked.pool}-cuda" if asked.device == "cuda" and f"{asked.pool}-cuda" in POOLS else asked.pool
+    arms = list(arms_of(pool)) if asked.arms == "all" else asked.arms.split(",")
+    if unknown := sorted(set(arms) - set(arms_of(pool))):
+        raise SystemExit(f"There is no arm {unknown[0]}; there are {', '.join(arms_of(pool))}.")
+    data = prepare(pool, asked.data, asked.output)
+    settings = {arm: settings_of(pool, arm, assignments(asked.set)) for arm in arms}
+    path = asked.output / f"{pool}.jsonl"
+    trained_already = finished_runs(path, settings)
+    probes = POOLS[pool].get("probes") or DESIGN["probes"]["language" if "choosing" in data else "labelled"]
+    finished = trained_already
+    if asked.timed:
+        probes = ["timed"]
+        path = asked.output / f"{pool}.timed.jsonl"
+        finished = finished_runs(path, settings)
+    jobs = [(arm, int(seed)) for seed in asked.seeds.split(",") for arm in arms]
+    left = [
+        Order(pool, arm, seed, settings[arm], data, asked.output, asked.device, probes)
+        for arm, seed in jobs
+        if (arm, seed) not in finished and (not asked.timed or (arm, seed) in trained_already)
+    ]
+    number = 1 if asked.timed else asked.processes or POOLS[pool].get("processes", 2)
+    remaining, failed = run_all(left, finished, path, number, asked.budget_seconds)
+    print(f"{len(finished)} finished, {remaining} left, {failed} failed: {path}", flush=True)
     raise SystemExit(1 if failed else 0)
+
+
+def finished_runs(path: Path, settings: Mapping[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
+    """The lines of a file by arm and seed.
+
+    Raises:
+        SystemExit: if a line is damaged, or an arm was run with other settings.
+    """
+    finished = {(line["arm"], line["seed"]): line for line in read_lines(path)}
+    for (arm, seed), line in finished.items():
+        if arm in settings and line["settings"] != hash_of(settings[arm]):
+            raise SystemExit(f"{path} holds {arm}, seed {seed}, with other settings. Choose another --output.")
+    return finished
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Judges the claims of experiments/claims.yaml from stored runs; writes tables and docs/claims.md, in seconds.
 
-    python experiments/verdicts.py docs/claims/          # every *.jsonl there; the page is docs/claims.md
+    python experiments/verdicts.py docs/claims/          # every POOL.jsonl there, with POOL.timed.jsonl
+
+The page is docs/claims.md.
 
 Each claim is a one-sided t-test of paired differences by seed, with Holm's correction within its paper (JREG, App. G).
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,9 +18,9 @@ from typing import Any, NamedTuple
 from scipy import stats
 
 from fulldepth.settings import read
-from run import read_lines
+from run import POOLS, arms_of, read_lines
 
-CLAIMS, POOLS = (read(Path(__file__).with_name(name), "train") for name in ("claims.yaml", "pools.yaml"))
+CLAIMS: dict[str, Any] = read(Path(__file__).with_name("claims.yaml"), "train")
 FEWEST, INDICATION = 5, 3
 """Seeds of a verdict, and of an indication that is named so."""
 LEVEL = 0.05
@@ -27,6 +30,31 @@ POWER = (
 )
 Runs = dict[str, dict[int, dict[str, Any]]]
 """Arm -> seed -> numbers."""
+
+
+class Column(NamedTuple):
+    """A column of the table of composition."""
+
+    title: str
+    number: str
+    digits: int
+    factor: float = 1.0
+
+
+COMPOSITION = (
+    Column("validation loss, nats", "validation_loss", 3),
+    Column("zeta_L, %", "zeta_0", 2),
+    Column("first layer within 5 % of the final loss", "near_final", 1),
+    Column("3 attention blocks removed, nats", "removed_attention", 3),
+    Column("3 layers removed, nats", "removed_layer", 3),
+    Column("tokens that leave early, % (1 point of accuracy)", "exit_share", 1, 100.0),
+    Column("speed of early exit, measured", "exit_measured_speedup", 2),
+    Column("accepted drafts a round, of 4", "accepted_a_round", 2),
+    Column("speed of self-speculation, measured", "speculation_speedup", 2),
+    Column("same text, %", "same_text", 0, 100.0),
+)
+COMPOSED = ("real", "small", "small-cuda")
+"""Pools with a table of composition."""
 
 
 class Judged(NamedTuple):
@@ -48,7 +76,7 @@ class Judged(NamedTuple):
 
 
 def load(path: Path) -> Runs:
-    """The runs of a pool, all of one version and one data set.
+    """The runs of a pool, all of one version and one data set, with the speeds in the file beside it, if there is one.
 
     Raises:
         SystemExit: for a damaged line, a run twice, or runs of several versions or data.
@@ -61,6 +89,11 @@ def load(path: Path) -> Runs:
         if line["seed"] in runs.setdefault(line["arm"], {}):
             raise SystemExit(f"{path}: {line['arm']}, seed {line['seed']} stands there twice. Remove one of the lines.")
         runs[line["arm"]][line["seed"]] = line["numbers"]
+    timed = path.with_suffix(".timed.jsonl")
+    if timed.exists():
+        for arm, seeds in load(timed).items():
+            for seed, numbers in seeds.items():
+                runs[arm][seed] = numbers | runs[arm][seed]
     return runs
 
 
@@ -72,11 +105,13 @@ def number_of(numbers: dict[str, Any], name: str) -> float:
     """
     rule = CLAIMS["derived"].get(name)
     if rule is None:
+        if numbers.get(name) is None:
+            raise KeyError(name)
         return float(numbers[name])
 
     def mean(key: str) -> float:
         if "layers" not in rule:
-            return float(numbers[key])
+            return number_of(numbers, key)
         depth = len(numbers["displacement"])
         first, last = (end if isinstance(end, int) else depth - int(end[2:] or 0) for end in rule["layers"])
         values = numbers[key][-depth:]  # a list that has layer 0 begins with it
@@ -85,25 +120,25 @@ def number_of(numbers: dict[str, Any], name: str) -> float:
     return mean(rule["mean"]) - (mean(rule["minus"]) if "minus" in rule else 0.0)
 
 
-def judge(paper: str, name: str, claim: dict[str, Any], runs: Runs) -> Judged:
+def judge(paper: str, name: str, claim: dict[str, Any], runs: Runs, pool: str = "small") -> Judged:
     """Test a claim, before the correction for several claims."""
-    arms = [runs.get(arm, {}) for arm in claim["arms"]]
+    control = POOLS[pool]["control"]
+    arms = [runs.get(control if arm == "control" else arm, {}) for arm in claim["arms"]]
     seeds = sorted(set.intersection(*map(set, arms)))
     judged = Judged(paper, name, claim, len(seeds))
     if len(seeds) < INDICATION:
         return judged._replace(reason=f"{len(seeds)} seeds; it takes {INDICATION}")
     gate = CLAIMS["gates"].get(claim.get("gate"))
     try:
-        if (
-            gate
-            and (level := fmean(number_of(one, gate["number"]) for one in runs[gate["arm"]].values())) < gate["least"]
-        ):
-            return judged._replace(reason=f"{gate['number']} of {gate['arm']} is {level:.2f}, below {gate['least']}")
+        if gate:
+            level = fmean(number_of(one, gate["number"]) for one in runs[control].values())
+            if level < gate["least"]:
+                return judged._replace(reason=f"{gate['number']} of {control} is {level:.2f}, below {gate['least']}")
         values = [[number_of(arm[seed], claim["number"]) for seed in seeds] for arm in arms]
     except KeyError as missing:
         return judged._replace(reason=f"the runs have no {missing.args[0]}")
-    others = values[1] if len(values) > 1 else [claim.get("than", 0.0)] * len(seeds)
-    differences = [one - other for one, other in zip(values[0], others, strict=True)]
+    others = values[1] if len(values) > 1 else [0.0] * len(seeds)
+    differences = [one - other - claim.get("than", 0.0) for one, other in zip(values[0], others, strict=True)]
     sign = 1 if claim["direction"] == "greater" else -1
     mean, deviation = fmean(differences), stdev(differences)
     error = deviation / len(seeds) ** 0.5
@@ -138,12 +173,17 @@ def verdict(judged: Judged, adjusted: float) -> str:
 
 def table_of(pool: str, runs: Runs) -> list[str]:
     """The table of a pool, as lines of Markdown."""
-    every = [judge(paper, name, claim, runs) for paper, own in CLAIMS["papers"].items() for name, claim in own.items()]
+    every = [
+        judge(paper, name, claim, runs, pool)
+        for paper, own in CLAIMS["papers"].items()
+        for name, claim in own.items()
+        if pool in CLAIMS["pools"][claim.get("pools", "scratch")]
+    ]
     over_all = iter(holm([judged.p for judged in every if judged.p is not None]))
     lines = [
         f"## Pool {pool}",
         "",
-        POOLS["about"].get(pool, ""),
+        POOLS[pool].get("about", ""),
         "",
         "| claim | number | seeds | difference | bound | p (Holm in the paper, over all) | verdict |",
         "|---" * 7 + "|",
@@ -165,11 +205,84 @@ def table_of(pool: str, runs: Runs) -> list[str]:
     return [*lines, ""]
 
 
+def composition(pool: str, runs: Runs) -> list[str]:
+    """What each method of training does for the others: differences to the control, as lines of Markdown."""
+    control = POOLS[pool]["control"]
+    columns = [column for column in COMPOSITION if values_of(runs, control, column)]
+    lines = [
+        f"## What composes, pool {pool}",
+        "",
+        f"The row of `{control}` has its own numbers; the others have the mean difference to it ± its standard error "
+        "over paired seeds, in bold where the two-sided 95 % interval excludes zero.",
+        "",
+        f"| trained with | seeds | {' | '.join(column.title for column in columns)} |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
+    for arm in [control, *(arm for arm in arms_of(pool) if arm != control and arm in runs)]:
+        cells = [cell(runs, control, arm, column) for column in columns]
+        lines.append(f"| {arm} | {len(runs.get(arm, {}))} | {' | '.join(cells)} |")
+    return [*lines, "", *advice(pool, runs), ""]
+
+
+def values_of(runs: Runs, arm: str, column: Column) -> dict[int, float]:
+    """Seed -> number of an arm, for the seeds that have it."""
+    values = {}
+    for seed, numbers in runs.get(arm, {}).items():
+        with contextlib.suppress(KeyError):
+            values[seed] = column.factor * number_of(numbers, column.number)
+    return values
+
+
+def cell(runs: Runs, control: str, arm: str, column: Column) -> str:
+    """The text of a cell: a level of the control, a difference of another arm; empty for fewer than two seeds."""
+    own = values_of(runs, arm, column)
+    reference = values_of(runs, control, column)
+    if arm == control:
+        return f"{fmean(own.values()):.{column.digits}f}"
+    differences = [own[seed] - reference[seed] for seed in sorted(own.keys() & reference.keys())]
+    if len(differences) < 2:
+        return ""
+    mean = fmean(differences)
+    error = stdev(differences) / len(differences) ** 0.5
+    text = f"{mean:+.{column.digits}f} ± {error:.{column.digits}f}"
+    measurable = abs(mean) > stats.t.ppf(1 - LEVEL / 2, len(differences) - 1) * error
+    return f"**{text}**" if measurable else text
+
+
+def advice(pool: str, runs: Runs) -> list[str]:
+    """Sentences on speeds that were measured, only where the 95 % interval of a speed-up over the seeds is above 1."""
+    kinds = {"speculation_speedup": "self-speculation", "exit_measured_speedup": "early exit"}
+    sentences = []
+    for arm in arms_of(pool):
+        for number, words in kinds.items():
+            values = list(values_of(runs, arm, Column("", number, 2)).values())
+            if len(values) < INDICATION:
+                continue
+            mean = fmean(values)
+            error = stdev(values) / len(values) ** 0.5
+            half = stats.t.ppf(1 - LEVEL / 2, len(values) - 1) * error
+            if mean - half > 1:
+                sentences.append(
+                    f"- Trained with `{arm}`, {words} is {mean:.2f} times as fast as the full model "
+                    f"({mean - half:.2f} to {mean + half:.2f}, {len(values)} seeds)."
+                )
+    return sentences or ["- No speed-up was measurable."] if timed_runs(runs) else []
+
+
+def timed_runs(runs: Runs) -> bool:
+    """Whether speeds were measured."""
+    return any("speculation_speedup" in numbers for seeds in runs.values() for numbers in seeds.values())
+
+
 def page_of(files: list[Path]) -> str:
     """The page on the runs in the files of one folder, as Markdown."""
     page = ["# Claims", "", __doc__.strip().splitlines()[-1], POWER, ""]
-    for path in files:
-        page += table_of(path.stem, load(path))
+    pools = {path.stem: load(path) for path in files if not path.stem.endswith(".timed")}
+    for pool in COMPOSED:
+        if pool in pools:
+            page += composition(pool, pools[pool])
+    for pool, runs in pools.items():
+        page += table_of(pool, runs)
     return "\n".join(page)
 
 

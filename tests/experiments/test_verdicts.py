@@ -14,7 +14,7 @@ from places import ROOT
 sys.path.insert(0, str(ROOT / "experiments"))
 
 from run import sealed
-from verdicts import CLAIMS, holm, judge, load, page_of, table_of
+from verdicts import CLAIMS, advice, composition, holm, judge, load, page_of, table_of
 
 DEPTH = 12
 
@@ -80,6 +80,39 @@ def test_verdicts(changed, seeds, expected, tmp_path):
 def test_without_a_jump_its_claims_are_not_judged(tmp_path):
     table = table_of("small", load(stored(tmp_path / "small.jsonl", lines(zeta_0=0.2))))
     assert all("not judged: zeta_0 of llama is 0.20, below 1.0" in text for text in table if "zeta_L." in text)
+
+
+def test_the_table_of_composition_has_paired_differences_in_bold_where_zero_is_excluded(tmp_path):
+    runs = load(stored(tmp_path / "small.jsonl", lines(("llama", "jreg", "tree"))))
+    for seed in range(5):
+        runs["tree"][seed]["validation_loss"] -= 0.5
+    table = {
+        row.split(" | ")[0].strip("| "): row.split(" | ")[2] for row in composition("small", runs) if " | 5 | " in row
+    }
+    own = {arm: np.array([runs[arm][seed]["validation_loss"] for seed in range(5)]) for arm in runs}
+    assert table["llama"] == f"{own['llama'].mean():.3f}"
+    for arm in ("jreg", "tree"):
+        differences = own[arm] - own["llama"]
+        text = f"{differences.mean():+.3f} ± {stats.sem(differences):.3f}"
+        measurable = stats.ttest_1samp(differences, 0).pvalue < 0.05
+        assert table[arm] == (f"**{text}**" if measurable else text)
+    assert table["tree"].startswith("**")
+
+
+def test_advice_on_speeds_needs_three_seeds_and_an_interval_above_one(tmp_path):
+    def sentences(*speeds):
+        timed = [
+            line("aligned", seed) | {"numbers": {"speculation_speedup": speed, "exit_measured_speedup": None}}
+            for seed, speed in enumerate(speeds)
+        ]
+        stored(tmp_path / "real.timed.jsonl", timed)
+        return advice("real", load(stored(tmp_path / "real.jsonl", lines(("plain", "aligned")))))
+
+    [sentence] = sentences(1.30, 1.32, 1.34)
+    low, high = stats.t.interval(0.95, 2, 1.32, 0.02 / 3**0.5)
+    assert f"self-speculation is 1.32 times as fast as the full model ({low:.2f} to {high:.2f}, 3 seeds)" in sentence
+    assert sentences(1.0, 1.3, 1.6) == ["- No speed-up was measurable."]
+    assert sentences(1.3, 1.31) == ["- No speed-up was measurable."]
 
 
 def test_damaged_repeated_and_mixed_lines_are_one_message_each(tmp_path):

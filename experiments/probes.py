@@ -1,0 +1,186 @@
+"""Numbers of one trained model, by the public commands of fulldepth: what `experiments/run.py` stores of every run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fulldepth
+from fulldepth.exit import Decoder, Generation, sweep
+from fulldepth.skip import search
+
+ACCURACY_DROP = 0.01
+"""Loss of accuracy at which early exit is read."""
+REMOVED = 3
+"""Attention blocks or layers that a search removes."""
+DRAFT_LENGTH = 4
+"""Tokens of a draft."""
+ROUNDS = 9
+"""Timed generations of each decoder, in turn."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trained model, and how it is measured."""
+
+    arm: str
+    control: str
+    """The arm that others are compared with."""
+    model: Any
+    tokenizer: Any
+    """None of a model of images."""
+    data: Mapping[str, str]
+    """`heldout`, and `choosing` for searches."""
+    measures: Mapping[str, tuple[str, str, str]]
+    """Number by layer: its measure, site and statistic."""
+    common: Mapping[str, Any]
+    """`device`, and `sequence_length` of text."""
+    sequences: Mapping[str, int]
+    """Sequences or rows of each part of the data."""
+
+    def options(self, part: str = "heldout") -> dict[str, Any]:
+        """Arguments of a command that measures this model on a part of the data."""
+        return {
+            **self.common,
+            "tokenizer": self.tokenizer,
+            "data": self.data[part],
+            "max_sequences": self.sequences[part],
+            "progress": False,
+        }
+
+    @property
+    def prompts(self) -> list[torch.Tensor]:
+        """The middle of each held-out document: a quarter of a window."""
+        length = self.common["sequence_length"] // 4
+        texts = [path.read_text("utf-8") for path in sorted(Path(self.data["heldout"]).glob("*.txt"))]
+        tokens = [self.tokenizer.encode(text[len(text) // 2 :][:1000])[:length] for text in texts]
+        return [torch.tensor([ids], device=self.common["device"]) for ids in tokens]
+
+
+def measured(subject: Subject) -> dict[str, Any]:
+    """Numbers by layer (those of states and the lens from layer 0 on), jump rates and depths."""
+    names = sorted({measure for measure, _, _ in subject.measures.values()})
+    names += ["jump_rate", "effective_depth", "saturation"]
+    results = fulldepth.measure(subject.model, measures=names, lens_tokens=None, **subject.options())
+    table = results.table
+    depth = results.meta["model"]["num_layers"]
+    numbers: dict[str, Any] = {}
+    for name, (measure, site, statistic) in subject.measures.items():
+        rows = table[(table.measure == measure) & (table.site == site) & (table.statistic == statistic)]
+        rows = rows[rows.other.isna() | (rows.other == depth)].sort_values("layer")
+        numbers[name] = [None if math.isnan(value) else value for value in rows.value.tolist()]
+    losses = numbers["lens_loss"]
+    numbers["near_final"] = next(layer for layer, loss in enumerate(losses) if loss <= 1.05 * losses[-1])
+    for name in ("effective_depth", "median_saturation"):
+        numbers[name] = results.headline.get(name, {}).get("value")
+    jumps = table[(table.measure == "jump_rate") & (table.statistic == "value")].set_index("layer").value
+    return numbers | {f"zeta_{back}": float(jumps[depth - back]) for back in range(3)}
+
+
+def pruned(subject: Subject) -> dict[str, Any]:
+    """Nats that pruning the routers of LIME adds; the model stays pruned."""
+    if subject.arm != "lime":
+        return {}
+    losses = []
+    for share in (1.0, 0.9):
+        subject.model.prune_routers(p=share)
+        results = fulldepth.measure(subject.model, measures=["lens_loss"], lens_tokens=None, **subject.options())
+        losses.append(results.values("lens_loss", "mean").iloc[-1])
+    return {"pruning_added": float(losses[1] - losses[0])}
+
+
+def left_early(subject: Subject, repeats: int = 0) -> dict[str, Any]:
+    """Early exit at a loss of accuracy of 1 %: share of samples that leave before the last layer, layers saved."""
+    options = {"target_accuracy_drop": ACCURACY_DROP, "repeats": repeats, "prompts": 4 if repeats else 0}
+    lens = {"lens_tokens": None} if subject.tokenizer is not None else {}
+    results = sweep(subject.model, **options, **lens, **subject.options())
+    [chosen] = [entry for entry in results.meta["exits"] if entry["calibrated"] and entry["split"] == "report"]
+    if repeats:
+        return {"exit_measured_speedup": chosen["measured_speedup"]}
+    leaving = 1 - chosen["exits"][-1] / chosen["samples"]
+    return {"exit_share": leaving, "exit_speedup": chosen["theoretical_speedup"], "exit_drop": chosen["drop"]}
+
+
+def removed(subject: Subject, part: str, method: str = "greedy") -> dict[str, Any]:
+    """Nats that removing three attention blocks or layers adds; they are chosen on other documents."""
+
+    def searched(data: str, **options: Any) -> Any:
+        chosen = subject.options(data)
+        chosen["heldout"] = chosen.pop("data")
+        return search(subject.model, None, granularity=part, fit=False, **options, **chosen)
+
+    plan = searched("choosing", blocks=REMOVED, search=method)
+    losses = searched("heldout", search="given", given=plan.blocks).losses
+    return {f"removed_{part}" + ("" if method == "greedy" else f"_{method}"): losses[-1] - losses[0]}
+
+
+def selected(subject: Subject) -> dict[str, Any]:
+    """Nats that attention blocks add which other searches choose, for the control alone."""
+    methods = ("one-shot", "cosine", "random") if subject.arm == subject.control else ()
+    return {name: value for method in methods for name, value in removed(subject, "attention", method).items()}
+
+
+def drafting_layers(subject: Subject) -> int:
+    """A third of the layers, which draft."""
+    return round(subject.model.config.num_hidden_layers / 3)
+
+
+def speculated(subject: Subject) -> dict[str, Any]:
+    """Drafts of the first third of the layers that the others accept, of four a round; share of texts equal to plain
+    ones.
+    """
+    decoder = Decoder(subject.model)
+    tokens = subject.common["sequence_length"] // 8
+    same = []
+    accepted = 0
+    rounds = 0
+    for ids in subject.prompts:
+        plain = decoder.generate(ids, max_new_tokens=tokens)
+        early = drafting_layers(subject)
+        drafted = decoder.generate(ids, speculate_from=early, draft_length=DRAFT_LENGTH, max_new_tokens=tokens)
+        same.append(torch.equal(drafted.sequences, plain.sequences))
+        accepted += drafted.stats.accepted
+        rounds += drafted.stats.rounds
+    return {"accepted_a_round": accepted / rounds, "same_text": sum(same) / len(same)}
+
+
+def timed(subject: Subject) -> dict[str, Any]:
+    """Measured speed-up of early exit and of self-speculation, on a machine that does nothing else.
+
+    Each is the median over rounds of the full model's time divided by the other's, which run in turn.
+    """
+    decoder = Decoder(subject.model)
+    prompts = subject.prompts[:4]
+    tokens = subject.common["sequence_length"] // 4
+
+    def seconds(**options: Any) -> tuple[float, list[Generation]]:
+        started = time.perf_counter()
+        found = [decoder.generate(ids, max_new_tokens=tokens, **options) for ids in prompts]
+        return time.perf_counter() - started, found
+
+    ratios = []
+    for _ in range(ROUNDS):
+        plain, _ = seconds()
+        drafted, _ = seconds(speculate_from=drafting_layers(subject))  # the length of the drafts adapts
+        ratios.append(plain / drafted)
+    return {"speculation_speedup": statistics.median(ratios), **left_early(subject, repeats=ROUNDS)}
+
+
+PROBES: dict[str, Callable[[Subject], dict[str, Any]]] = {
+    "measure": measured,
+    "exit": left_early,
+    "attention": partial(removed, part="attention"),
+    "layer": partial(removed, part="layer"),
+    "selection": selected,
+    "speculation": speculated,
+    "pruning": pruned,
+    "timed": timed,
+}
