@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ class Subject:
     """`device`, and `sequence_length` of text."""
     sequences: Mapping[str, int]
     """Sequences or rows of each part of the data."""
+    chosen: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    """What searches chose: part and method -> layers."""
 
     def options(self, part: str = "heldout") -> dict[str, Any]:
         """Arguments of a command that measures this model on a part of the data."""
@@ -117,9 +119,23 @@ def removed(subject: Subject, part: str, method: str = "greedy") -> dict[str, An
         chosen["heldout"] = chosen.pop("data")
         return search(subject.model, None, granularity=part, fit=False, **options, **chosen)
 
-    plan = searched("choosing", blocks=REMOVED, search=method)
-    losses = searched("heldout", search="given", given=plan.blocks).losses
+    chosen = searched("choosing", blocks=REMOVED, search=method).blocks
+    losses = searched("heldout", search="given", given=chosen).losses
+    subject.chosen[part, method] = chosen
     return {f"removed_{part}" + ("" if method == "greedy" else f"_{method}"): losses[-1] - losses[0]}
+
+
+def rescaled(subject: Subject) -> dict[str, Any]:
+    """What scalars regain of the removed attention blocks, less what they gain without a removal; for the control."""
+    if subject.arm != subject.control:
+        return {}
+    options = subject.options()
+    options["heldout"] = options.pop("data")
+    chosen = subject.chosen["attention", "greedy"]
+    plan = search(subject.model, subject.data["choosing"], search="given", given=chosen, fit=True, **options)
+    gained = plan.losses[-1] - plan.healed_loss
+    gained_whole = plan.losses[0] - plan.control_loss["scalars_only"]
+    return {"scalars_regain": gained - gained_whole, "scalars_gain_whole": gained_whole}
 
 
 def selected(subject: Subject) -> dict[str, Any]:
@@ -180,6 +196,7 @@ PROBES: dict[str, Callable[[Subject], dict[str, Any]]] = {
     "attention": partial(removed, part="attention"),
     "layer": partial(removed, part="layer"),
     "selection": selected,
+    "scalars": rescaled,
     "speculation": speculated,
     "pruning": pruned,
     "timed": timed,

@@ -22,6 +22,7 @@ import json
 import math
 import multiprocessing
 import os
+import runpy
 import shutil
 import time
 import zipfile
@@ -37,6 +38,7 @@ import fulldepth
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import StoppedError
 from fulldepth.hf import load_checkpoint, load_tokenizer
+from fulldepth.results import versions
 from fulldepth.settings import assignments, layer, merge, read
 from fulldepth.settings.train import TrainSettings
 from probes import PROBES, Subject
@@ -226,17 +228,30 @@ def trained(order: Order) -> tuple[Path, dict[str, float], dict[str, Any]]:
     return folder / f"checkpoint-{steps}", {name: float(value) for name, value in numbers.items()}, facts
 
 
+def stacked(order: Order, program: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Numbers and facts of a network of plain modules, which an example trains and measures by itself."""
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / program))
+    model = example["train"](order.arm == "residual", order.seed, order.settings["steps"])
+    names = {"cosine": "cosine_to_last", "cka": "cka_to_last", "accuracy": "lens_accuracy"}
+    numbers = {names[name]: values for name, values in example["measured"](model).items()}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return numbers, {"versions": versions(), "device": "cpu", "parameters": parameters, "data": "digits"}
+
+
 def execute(order: Order) -> dict[str, Any]:
     """Train one model and measure it; the line for the pool's file."""
     started = time.monotonic()
-    checkpoint, numbers, facts = trained(order)
-    subject = subject_of(order, checkpoint)
     refused = {}
-    for name in order.probes:
-        try:
-            numbers |= PROBES[name](subject)
-        except fulldepth.FulldepthError as error:
-            refused[name] = str(error)
+    if program := POOLS[order.pool].get("program"):
+        numbers, facts = stacked(order, program)
+    else:
+        checkpoint, numbers, facts = trained(order)
+        subject = subject_of(order, checkpoint)
+        for name in order.probes:
+            try:
+                numbers |= PROBES[name](subject)
+            except fulldepth.FulldepthError as error:
+                refused[name] = str(error)
     run = {"pool": order.pool, "arm": order.arm, "seed": order.seed, "settings": hash_of(order.settings)}
     return {**run, **facts, "numbers": numbers, "refused": refused, "seconds": time.monotonic() - started}
 
@@ -344,6 +359,7 @@ def main() -> None:
     arms = list(arms_of(pool)) if asked.arms == "all" else asked.arms.split(",")
     if unknown := sorted(set(arms) - set(arms_of(pool))):
         raise SystemExit(f"There is no arm {unknown[0]}; there are {', '.join(arms_of(pool))}.")
+    asked.output.mkdir(parents=True, exist_ok=True)
     data = prepare(pool, asked.data, asked.output)
     settings = {arm: settings_of(pool, arm, assignments(asked.set)) for arm in arms}
     path = asked.output / f"{pool}.jsonl"

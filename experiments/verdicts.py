@@ -112,7 +112,7 @@ def number_of(numbers: dict[str, Any], name: str) -> float:
     def mean(key: str) -> float:
         if "layers" not in rule:
             return number_of(numbers, key)
-        depth = len(numbers["displacement"])
+        depth = len(numbers.get("displacement", numbers[key]))
         first, last = (end if isinstance(end, int) else depth - int(end[2:] or 0) for end in rule["layers"])
         values = numbers[key][-depth:]  # a list that has layer 0 begins with it
         return fmean(values[first - 1 : last])
