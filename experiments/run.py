@@ -24,6 +24,8 @@ import multiprocessing
 import os
 import runpy
 import shutil
+import signal
+import threading
 import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -257,7 +259,17 @@ def execute(order: Order) -> dict[str, Any]:
 
 
 def work(orders: Any, answers: Any, threads: int) -> None:
-    """A process that executes runs until it receives None."""
+    """A process that executes runs until it receives None; it ends as by SIGTERM when the program that started it is
+    gone.
+    """
+
+    def end_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)  # a training saves a checkpoint
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     for order in iter(orders.get, None):
         try:
