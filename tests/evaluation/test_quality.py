@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -157,6 +158,21 @@ def test_there_is_no_coherence_without_an_embedder(text):
     assert not {"coherence", "coherence_stderr"} & {*results.table.statistic}
     assert columns(results)[:2] == ["Accuracy", "Perplexity"]
     assert "Coherence" not in columns(results)
+
+
+def test_finished_results_of_another_embedder_are_not_returned(text, encoder, tmp_path):
+    model, tokenizer, out = small_world.model(), small_world.tokenizer(), tmp_path / "out"
+    options = {"prompts": 3, "prefix_tokens": PREFIX, "max_new_tokens": NEW, "exit_layers": "full"}
+
+    def run(folder):
+        named = {"tokenizer": tokenizer, "generation_quality": text, "embedder": str(folder)}
+        return evaluate(model, output=out, resume=True, **named, **options)
+
+    first = run(encoder)
+    assert run(shutil.copytree(encoder, tmp_path / "copy")).meta["created"] == first.meta["created"]
+    BertModel(BertModel.from_pretrained(encoder).config).save_pretrained(encoder)
+    with refused("other content"):
+        run(encoder)
 
 
 @pytest.mark.parametrize("way", ["cls_token", "max_tokens"])

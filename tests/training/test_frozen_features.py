@@ -22,6 +22,7 @@ from transformers import (
 import fulldepth
 from fulldepth.data import ShuffledSampler, open_source, train_wordpiece
 from fulldepth.hf import EXIT_HEADS
+from fulldepth.reporting.training import objective_line
 from fulldepth.training import dry_run_lines, train
 from refusals import refused
 from tiny_models import same_weights
@@ -120,6 +121,7 @@ def test_every_head_of_images_is_that_of_a_plain_loop(images, tmp_path):
     assert same_weights(load_file(checkpoint / EXIT_HEADS), load_file(tmp_path / "cut" / "checkpoint-6" / EXIT_HEADS))
 
     assert {"lens_accuracy", "lens_loss", "steps_lens_accuracy"} <= {*results.figures()}
+    assert objective_line(results.meta["settings"]["objective"]).startswith("loss of each layer’s own head (")
     other = train(asked(recipe, **PROBE, seed=1), tmp_path / "other")
     both = fulldepth.compare([tmp_path / "run", tmp_path / "other"])
     assert other.meta["settings"]["clip"] == 0
