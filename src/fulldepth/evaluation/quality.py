@@ -2,7 +2,7 @@
 
 Rows of `generation_quality`, `layer` = exit layer. Site `data`: `accuracy` and `perplexity` of next tokens of the text
 data, at all exit layers. Site `full model`, of texts that the first layers generate by nucleus sampling: `perplexity`
-under the whole model, and `diversity`.
+under the whole model, `diversity`, and with an embedder `coherence`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from fulldepth.data.drawing import block_clusters, draw_windows
 from fulldepth.data.opening import open_data, sampled_texts
 from fulldepth.errors import FulldepthError
+from fulldepth.evaluation.embedding import Embedder
 from fulldepth.evaluation.harness import Answers, LayerReader
 from fulldepth.evaluation.subject import EvaluationSubject
 from fulldepth.hf.truncation import truncated
@@ -43,8 +44,8 @@ class Quality:
         settings: with `generation_quality`, the text data.
 
     Raises:
-        FulldepthError: if the data cannot be read, the data are too short, or the model has too few positions or blocks
-            skipped in place.
+        FulldepthError: if the data cannot be read, the data are too short, the model has too few positions or blocks
+            skipped in place, or the embedder embeds no texts.
     """
 
     def __init__(self, subject: EvaluationSubject, settings: EvaluateSettings) -> None:
@@ -55,7 +56,12 @@ class Quality:
         if len(self.layers) > 1:
             subject.check_can_be_cut()
         self.windows, self.clusters = self._windows()
-        self.content: list[Any] = self.windows.tolist()  # what the numbers depend on beside settings and model
+        self.embedder: Embedder | None = None
+        if settings.embedder is not None:
+            device = subject.model.device
+            self.embedder = Embedder(settings.embedder, device, trust_remote_code=settings.trust_remote_code)
+        # what the numbers depend on beside settings and model
+        self.content: list[Any] = [self.windows.tolist(), self.embedder and self.embedder.identity]
 
     def _windows(self) -> tuple[Tensor, list[int]]:
         """A uniform sample of windows of `prefix_tokens + max_new_tokens` tokens, `[N, T]`, and the cluster of each.
@@ -144,10 +150,16 @@ class Quality:
         """Measures of the texts that the first layers generate."""
         texts, likelihoods = self._generated(layer)
         rows = [_row(FULL, layer, "perplexity", perplexity(likelihoods), len(likelihoods))] if likelihoods else []
-        if (mean := mean_of(map(diversity, texts), self.clusters)) is not None:
-            rows.append(_row(FULL, layer, "diversity", mean.value, mean.samples))
-            if mean.error is not None:
-                rows.append(_row(FULL, layer, "diversity_stderr", mean.error, mean.samples))
+        of_texts: dict[str, Iterable[float | None]] = {"diversity": map(diversity, texts)}
+        if self.embedder is not None:
+            prefixes = self.windows[:, : self.settings.prefix_tokens]
+            prompts = (self.subject.tokenizer.decode(ids, skip_special_tokens=True) for ids in prefixes)
+            of_texts["coherence"] = map(self.embedder.coherence, prompts, texts)
+        for statistic, values in of_texts.items():
+            if (mean := mean_of(values, self.clusters)) is not None:
+                rows.append(_row(FULL, layer, statistic, mean.value, mean.samples))
+                if mean.error is not None:
+                    rows.append(_row(FULL, layer, f"{statistic}_stderr", mean.error, mean.samples))
         return rows
 
     @torch.no_grad()

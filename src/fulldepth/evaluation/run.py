@@ -84,7 +84,7 @@ def evaluate(
         subject = held.enter_context(opened(model, settings, tokenizer, plan))
         quality = None if settings.generation_quality is None else Quality(subject, settings)
         content = {name: each.content for name, each in loaded.items()}, None if quality is None else quality.content
-        places = {"task_data", "include_path", "generation_quality", "tokenizer"}
+        places = {"task_data", "include_path", "generation_quality", "embedder", "tokenizer"}
         chosen = settings.model_dump(exclude={"device", "revision", "trust_remote_code", *places})
         chosen |= {"content": content, **subject.identity}
         fingerprint = str(Fingerprint(json.dumps(chosen, sort_keys=True)))

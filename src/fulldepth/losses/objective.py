@@ -52,11 +52,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "cr": {"coherence": {"weight": 0.01}, "orthogonality": {"weight": 0.01}},
     "aligned": {"aligned": {"weight": 1.0, "weights": "linear", "schedule": "alternate"}},
     "multi-exit": {"multi_exit": {"weight": 1.0, "weights": "linear", "schedule": "alternate"}},
+    "frozen-features": {"multi_exit": {"weight": 1.0, "weights": "sum", "schedule": "always"}},
     "cos-regularised": {"similarity": {"weight": 1.0, "weights": "linear"}},
     "similarity": {"similarity": {"weight": 1.0, "weights": "linear"}},
 }
 """Method -> terms with the papers' weights (JREG Eq. 5; CR Sec. 3.3; aligned training Eq. 5 and App. B.3). `baseline`
-is `standard`, and `cos-regularised` is `similarity`. In fine-tuning from a checkpoint, `schedule` is `always`."""
+is `standard`, and `cos-regularised` is `similarity`. In fine-tuning from a checkpoint, `schedule` is `always`. For
+`frozen-features` (App. B.4) `fulldepth train` also freezes the model; the losses of the heads are then independent."""
 
 
 def make_term(name: str, setting: float | Mapping[str, Any]) -> Term:

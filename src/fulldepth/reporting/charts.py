@@ -385,7 +385,7 @@ def displacement(record: Figure, source: PageSource) -> Figures:
 
 
 def profiles(record: Figure, source: PageSource) -> Figures:
-    """The displacement of every layer at a few steps, later steps in stronger colours; of runs at the common step."""
+    """A number of every layer at a few steps, later steps in stronger colours; of runs at the common step."""
     (line,) = record.expanded(source.table)
     if source.kind == TRAININGS:
         step = source.meta.get("step", source.table["step"].max())
@@ -401,5 +401,5 @@ def profiles(record: Figure, source: PageSource) -> Figures:
         Drawn(curves[step], f"Step {step:,}", by_depth(index, len(shown))) for index, step in enumerate(shown, start=1)
     ]
     yaxis = value_axis(record.axis, record.scale)
-    drawn = chart(every, xaxis=layer_axis(source.layers), yaxis=yaxis, showlegend=True)
-    return readings([("", drawn and set_first_apart(drawn))])
+    drawn = chart(every, xaxis=layer_axis(source.layers, record.first), yaxis=yaxis, showlegend=True)
+    return readings([("", drawn and (set_first_apart(drawn) if record.scale == "zero" else drawn))])

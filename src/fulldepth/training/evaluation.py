@@ -37,8 +37,8 @@ def evaluate(
 
     Returns:
         Rows of the run's table: loss (the first one, the mean cross-entropy in nats, or a detector's own loss),
-        accuracies, precisions, displacements and jump rates; and further numbers than the loss for the line that a run
-        prints.
+        accuracies and losses by layer, precisions, displacements and jump rates; and further numbers than the loss for
+        the line that a run prints.
     """
     anatomy, task, device = find_anatomy(model), Task.of(model), next(model.parameters()).device
     layers, detects = anatomy.num_layers, task.name == "detection"
@@ -82,8 +82,10 @@ def evaluate(
         accuracy = float(sums["correct"]) / targets
         add("validation_accuracy", accuracy)
         shown.append(f"accuracy {accuracy:.2%}")
-        for layer, number in enumerate(sums["read"].tolist()):  # by the last head (aligned training, Eq. 2)
+        by_layer = sums["correct_by_layer"].tolist(), sums["loss_by_layer"].tolist()
+        for layer, (number, loss) in enumerate(zip(*by_layer, strict=True)):  # aligned training, Eq. 2
             add("lens_accuracy", number / targets, layer)
+            add("lens_loss", loss / targets, layer, "nats")
     if precision is not None:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # a process may have had no batches
             rows += precision.rows()
@@ -104,7 +106,8 @@ def _batch_sums(
     anatomy: Anatomy, task: Task, outputs: Any, batch: Mapping[str, Any], states: list[Tensor]
 ) -> dict[str, Tensor]:
     """Sums over a batch: displacements and numbers of defined ones [L], tokens, cross-entropy, rest of the loss, and
-    targets (of a detector objects); of a classifier correct rows, by the model and by its head on layers 0..L.
+    targets (of a detector objects); of a classifier correct rows, by the model and by its heads on layers 0..L, and the
+    losses of these.
     """
     loss, targets, last = task.loss(outputs), task.targets(batch), states[-1]
     if targets is None:
@@ -127,7 +130,8 @@ def _batch_sums(
         mask = classifier.sample_mask(batch, counted)
         read = read_layers(classifier, torch.stack([state.to(last.device) for state in states]), labels, mask)
         sums["correct"] = ((outputs.logits.argmax(-1) == labels) & (labels != IGNORE)).sum()
-        sums["read"] = read.correct.double().sum(1)  # [L + 1]
+        sums["correct_by_layer"] = read.correct.double().sum(1)  # [L + 1]
+        sums["loss_by_layer"] = read.loss.double().sum(1)  # [L + 1], nats
     return sums
 
 

@@ -38,8 +38,10 @@ from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.files import read_json
 from fulldepth.hf import (
+    add_exit_heads,
     anatomy_candidates,
     copy_to_exit_heads,
+    exit_weights,
     find_exit_heads,
     find_output_weights,
     has_exit_heads,
@@ -53,6 +55,7 @@ from fulldepth.hf import (
     unused_positions,
 )
 from fulldepth.hf.asked_outputs import make_plain
+from fulldepth.hf.exit_heads import output_layer
 from fulldepth.hf.promises import withdraw_promises
 from fulldepth.hf.tying import UNTIED, state_untied, stores_apart
 from fulldepth.losses import use_detection_loss
@@ -240,6 +243,8 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
         if start is not None:
             _take_weights(model, start, settings)
             _keep_removed(model, start)
+        if settings.freezes_features:
+            freeze_features(model)
         torch.manual_seed(settings.seed)
         add_adapters(model, settings.lora)
     if settings.task == "detection":
@@ -249,6 +254,28 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
             anatomy.body.get_submodule(anatomy.family.backbone).requires_grad_(True)
     model.train()
     return model
+
+
+def freeze_features(model: PreTrainedModel) -> None:
+    """Freeze a classifier and give every layer a new linear head, whose weights alone are trained. In place.
+
+    The head of layer l reads of `h_l` what the model's head reads of `h_L`: the final norm, the pooling and the modules
+    before the head's last linear layer are frozen with the rest. No head has a bias, and all start at zero.
+
+    Raises:
+        FulldepthError: as `add_exit_heads`.
+
+    Source: "Representation progression and aligned training", App. B.4 (transfer to different tasks, Fig. 17, right).
+    """
+    anatomy = find_anatomy(model)
+    add_exit_heads(anatomy)
+    model.requires_grad_(False)
+    output = output_layer(anatomy)[2]
+    with torch.no_grad():
+        if output.bias is not None:
+            output.bias.zero_()
+        for weight in (*exit_weights(model), output.weight):
+            weight.zero_().requires_grad_(True)
 
 
 def built_once(model: PreTrainedModel, settings: TrainSettings) -> bool:
@@ -381,7 +408,7 @@ def _take_weights(model: PreTrainedModel, checkpoint: str, settings: TrainSettin
     """
     dtype = WEIGHTS[settings.precision]
     if settings.task != "causal-lm":
-        source = with_new_head(model, checkpoint, dtype)
+        source = with_new_head(model, checkpoint, dtype, frozen=settings.freezes_features)
     else:
         loaded = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model
         source = loaded.state_dict()
@@ -423,7 +450,9 @@ def _keep_removed(model: PreTrainedModel, checkpoint: str) -> None:
                 weight.requires_grad_(False)
 
 
-def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -> dict[str, Any]:
+def with_new_head(
+    model: PreTrainedModel, checkpoint: str, dtype: torch.dtype, *, frozen: bool = False
+) -> dict[str, Any]:
     """A checkpoint's weights for `model`: its body and, if it has one of the same classes, its head.
 
     A head that is missing, has another shape, or names other classes (or the same in another order) is that of `model`;
@@ -433,21 +462,26 @@ def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
         model: the model to train, with the head as it was drawn.
         checkpoint: folder, package or Hub name.
         dtype: of the weights.
+        frozen: whether only the last linear layer of the head will be trained; all else must be in the checkpoint.
 
     Raises:
-        FulldepthError: if the checkpoint lacks weights of the body.
+        FulldepthError: if the checkpoint lacks weights of the body, or that will be frozen.
     """
     own, body = model.state_dict(), f"{model.base_model_prefix}."
+    output = {*output_layer(find_anatomy(model))[2].parameters()} if frozen else set()
+    trained = {name for name, weight in model.named_parameters() if weight in output}
     loaded = load_checkpoint(
         checkpoint,
         dtype=dtype,
         device="cpu",
         model_class=type(model),
         config=model.config,
-        may_lack=lambda _, name: not name.startswith(body) or "pooler" in name.split("."),
+        may_lack=lambda _, name: (
+            name in trained or (not frozen and (not name.startswith(body) or "pooler" in name.split(".")))
+        ),
     )
     fresh = set(loaded.fresh)
-    if not _same_classes(load_config(checkpoint), model.config):
+    if not frozen and not _same_classes(load_config(checkpoint), model.config):
         fresh |= {name for name in own if not name.startswith(body)}
     return {name: own[name] if name in fresh else weight for name, weight in loaded.model.state_dict().items()}
 

@@ -15,7 +15,7 @@ from fulldepth.settings.train import TrainSettings
 from fulldepth.training.initial import check_initializer
 from fulldepth.training.labelled import class_names
 from fulldepth.training.lora import add_adapters
-from fulldepth.training.model import WEIGHTS, build_config, meta_model, tokens_of_an_image
+from fulldepth.training.model import WEIGHTS, build_config, freeze_features, meta_model, tokens_of_an_image
 from fulldepth.training.text import named_tokenizer
 from fulldepth.training.trainer import batch_split, make_objective, parameter_groups, resolved, smaller_batch
 
@@ -48,8 +48,10 @@ class RunPlan:
 
     @property
     def step_flops(self) -> float:
-        """Training FLOPs per token without penalties, recomputation included."""
+        """Training FLOPs per token without penalties, recomputation included; of frozen features the forward pass."""
         assert self.flops is not None
+        if self.settings.freezes_features:
+            return self.flops.forward
         return self.flops.training + (
             self.flops.forward - self.flops.head if self.settings.gradient_checkpointing else 0.0
         )
@@ -70,7 +72,9 @@ def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 
     settings = resolved(settings)
     micro, accumulation = batch_split(settings, processes)
     model = meta_model(config, settings.task)
-    if make_objective(settings).needs_exit_heads:
+    if settings.freezes_features:
+        freeze_features(model)
+    elif make_objective(settings).needs_exit_heads:
         add_exit_heads(model)
     add_adapters(model, settings.lora)
     if settings.task == "image-classification":
@@ -104,8 +108,8 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
     Raises:
         FulldepthError: if the settings are inconsistent, or their tokenizer or checkpoint does not exist.
     """
-    of_text = settings.unit != "images"
-    vocab_size = None
+    settings = resolved(settings)
+    of_text, vocab_size = settings.unit != "images", None
     if of_text and "vocab_size" not in (settings.model.model_extra or {}) and settings.model.checkpoint is None:
         name, _, size = named_tokenizer(settings)
         vocab_size = size or len(load_tokenizer(name))
@@ -139,11 +143,12 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
     if flops is None:
         return rows
     attention = "all positions" if flops.attention == flops.attention_full else "the causal half"
-    again = ", and the blocks once more" if settings.gradient_checkpointing else ""
+    passes = "Three forward passes" + ", and the blocks once more" * settings.gradient_checkpointing
+    passes = "One forward pass, of which the heads alone are trained" if settings.freezes_features else passes
     return [
         *rows,
         ("tokens", f"{made.tokens:,}", f"{made.tokens / made.parameters:,.3g} for each parameter."),
         ("forward", f"{flops.forward:.3g} FLOP/token", f"Matrix products, attention over {attention}."),
-        ("training", f"{made.step_flops:.3g} FLOP/token", f"Three forward passes{again}; without penalties."),
+        ("training", f"{made.step_flops:.3g} FLOP/token", f"{passes}; without penalties."),
         ("total", f"{made.step_flops * made.tokens:.3g} FLOP", "The whole run, without penalties and evaluations."),
     ]

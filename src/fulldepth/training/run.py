@@ -91,7 +91,7 @@ def train(
             if settings.task == "text-classification":
                 warnings += padding_warning(model, data.train, data.collator)
             trainer: Any = (data.trainer or RunTrainer)(model, arguments, data, settings)
-            if settings.model.checkpoint is not None:
+            if settings.model.checkpoint is not None and not settings.freezes_features:
                 warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint)
             for line in warnings:
                 watcher.say(line)

@@ -50,7 +50,8 @@ def resolved(settings: TrainSettings) -> TrainSettings:
     fine-tuning and in detection (aligned training, App. B.3, B.5 and C.2).
 
     Raises:
-        FulldepthError: for an unknown method or term, and for an option or value that a term refuses.
+        FulldepthError: for an unknown method or term, for an option or value that a term refuses, and for terms beside
+            the loss of frozen features.
     """
     if settings.method not in METHODS:
         raise unknown("method", settings.method, METHODS)
@@ -67,7 +68,15 @@ def resolved(settings: TrainSettings) -> TrainSettings:
     on = {name: options for name, options in {**preset, **given}.items() if options is not None}
     data = settings.data.model_copy(update={"validation_sequences": settings.most_validation})
     model = settings.model.model_copy(update={"checkpoint": None if start is None else checkpoint_of(start)})
-    made = settings.model_copy(update={"objective": ObjectiveSettings(**on), "data": data, "model": model})
+    changes: dict[str, Any] = {"objective": ObjectiveSettings(**on), "data": data, "model": model}
+    if settings.freezes_features:
+        changes["clip"] = 0.0
+        if {name: options for name, options in on.items() if name in TERMS} != preset:
+            raise FulldepthError(
+                f"method: {settings.method} has one loss, the sum of the cross-entropies of the heads. Leave out "
+                f"{', '.join(f'objective.{name}' for name in given)}."
+            )
+    made = settings.model_copy(update=changes)
     make_objective(made)
     return made
 
@@ -329,6 +338,13 @@ class RunMixin(AnyTrainer):
     def parameter_groups(self, model: Any) -> list[dict[str, Any]]:
         """The parameter groups by the run's settings."""
         return parameter_groups(model, self.settings)
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's loss with the objective; frozen features are those of evaluation mode, without dropout."""
+        if self.settings.freezes_features and model.training:
+            for part in self.plain_model.children():
+                part.eval()
+        return super().compute_loss(model, *args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The Trainer's schedule, or a multistep one, which transformers lacks."""
