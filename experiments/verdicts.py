@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from scipy import stats
-
 from fulldepth.settings import read
+from fulldepth.uncertainty import holm, paired_test
 from run import read_lines
 
 CLAIMS, POOLS = (read(Path(__file__).with_name(name), "train") for name in ("claims.yaml", "pools.yaml"))
@@ -104,28 +103,17 @@ def judge(paper: str, name: str, claim: dict[str, Any], runs: Runs) -> Judged:
         return judged._replace(reason=f"the runs have no {missing.args[0]}")
     others = values[1] if len(values) > 1 else [claim.get("than", 0.0)] * len(seeds)
     differences = [one - other for one, other in zip(values[0], others, strict=True)]
-    sign = 1 if claim["direction"] == "greater" else -1
-    mean, deviation = fmean(differences), stdev(differences)
-    error = deviation / len(seeds) ** 0.5
-    if not error:
-        return judged._replace(mean=mean, reason="the difference is the same for every seed")
-    upper = sign * mean + stats.t.ppf(1 - LEVEL / 2, len(seeds) - 1) * error
+    test = paired_test(differences)
+    if not test.error:
+        return judged._replace(mean=float(test.mean), reason="the difference is the same for every seed")
+    greater = claim["direction"] == "greater"
     return judged._replace(
-        mean=mean,
-        deviation=deviation,
-        bound=sign * mean - stats.t.ppf(1 - LEVEL, len(seeds) - 1) * error,
-        p=float(stats.t.sf(sign * mean / error, len(seeds) - 1)),
-        against=upper < 0,
+        mean=float(test.mean),
+        deviation=float(test.deviation),
+        bound=float(test.end(0.05) if greater else -test.end(0.95)),
+        p=float(test.p(claim["direction"])),
+        against=bool(test.end(0.975) < 0 if greater else test.end(0.025) > 0),
     )
-
-
-def holm(values: list[float]) -> list[float]:
-    """Adjusted p values, in the given order."""
-    order, adjusted, largest = sorted(range(len(values)), key=values.__getitem__), [0.0] * len(values), 0.0
-    for rank, place in enumerate(order):
-        largest = max(largest, (len(values) - rank) * values[place])
-        adjusted[place] = min(1.0, largest)
-    return adjusted
 
 
 def verdict(judged: Judged, adjusted: float) -> str:
