@@ -232,8 +232,8 @@ class PairedTest(NamedTuple):
         return np.asarray(self.mean + scipy.special.stdtrit(self.pairs - 1.0, share) * self.error)
 
     def p(self, claim: str | None = None) -> Array:
-        """p of the claim that the true mean is `greater` or `less` than 0; None = of a two-sided test. NaN where the
-        differences are equal.
+        """The p value of the claim that the true mean is `greater` or `less` than 0; None = of a two-sided test. NaN
+        where the differences are equal.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             t = np.where(self.error > 0, self.mean / self.error, np.nan)
@@ -244,8 +244,8 @@ class PairedTest(NamedTuple):
 def paired_test(differences: ArrayLike) -> PairedTest:
     r"""The mean of paired differences, such as of two methods trained with the same seeds, and how sure it is.
 
-    With differences :math:`d_1 \ldots d_n`, their mean :math:`\bar d` and sample standard deviation :math:`s`, Student's
-    t distribution with n - 1 degrees of freedom gives
+    With differences :math:`d_1 \ldots d_n`, their mean :math:`\bar d` and their sample standard deviation :math:`s`,
+    Student's t distribution with n - 1 degrees of freedom gives
 
     .. math:: t = \frac{\bar d}{s / \sqrt n}, \qquad p_\text{greater} = P(T_{n-1} > t), \qquad
         \text{lower 95 \% bound} = \bar d - t_{n-1}(0.95)\, \frac{s}{\sqrt n}
