@@ -286,7 +286,7 @@ def overlay(record: Figure, line: Line, source: PageSource, several: bool = Fals
         height=record.height,
         hovermode="closest" if relative else "x unified",
     )  # fmt: skip
-    if result is not None and not relative:
+    if result is not None and not (relative or groups):
         set_first_apart(result)
     return add_level(result, 0) if result is not None and difference else result
 

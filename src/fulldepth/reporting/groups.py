@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from textwrap import wrap
-from typing import Any
 
 from fulldepth.reporting.charts import Figure
 from fulldepth.reporting.draw import points
+from fulldepth.reporting.measured import Shown
 from fulldepth.reporting.phrases import quantity, short
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.style import CATEGORICAL, MUTED, Figures, axis, figure, label, minus
-from fulldepth.reporting.tables import PROSE, Table, across, flatten, of_record, texts
+from fulldepth.reporting.tables import PROSE, Meta, Table, across, flatten, of_record, texts
+
+
+def findings(entry: Meta, _: PageSource) -> list[Shown]:
+    """The findings in their order; the table has their numbers."""
+    return [Shown(finding) for finding in (entry.get("headline") or {}).values()]
 
 
 def side_by_side(source: PageSource) -> Table:
@@ -42,7 +46,7 @@ def _labels(source: PageSource) -> list[str]:
     return [short(entry.get("label", "?"), 40) for entry in source.meta.get("models") or []]
 
 
-def _title(test: Mapping[str, Any]) -> str:
+def _title(test: Meta) -> str:
     """The name of a number as on the cards."""
     return str((texts()["headlines"].get(test["name"]) or [short(test["title"], 60)])[0])
 
@@ -70,9 +74,12 @@ def seeds(_: Figure, source: PageSource) -> Figures:
             at, unit = len(names), "" if test["unit"] == "1" else f" {short(test['unit'], 20)}"
             seed_of = zip(test.get("by_seed") or [], _seeds(source), strict=False)
             dots += [
-                (value / scale, at, f"seed {seed}: {value:+.4g}{unit}") for value, seed in seed_of if value is not None
+                (value / scale, at, f"seed {seed}: {minus(value, '+.4g')}{unit}")
+                for value, seed in seed_of
+                if value is not None
             ]
-            means.append((mean / scale, at, f"mean {mean:+.4g}{unit} ({interval[0]:+.3g} to {interval[1]:+.3g})"))
+            extent = " to ".join(minus(end, "+.3g") for end in interval)
+            means.append((mean / scale, at, f"mean {minus(mean, '+.4g')}{unit} ({extent})"))
             ends.append((interval[1] - mean) / scale)
             names.append("<br>".join(label(line) for line in wrap(_title(test), 18)))
     if not names:
@@ -89,7 +96,7 @@ def seeds(_: Figure, source: PageSource) -> Figures:
             ),
         ],
         title=f"Differences by seed: {label(first)} minus {label(second)}",
-        xaxis=axis("Difference in standard deviations over seeds", zeroline=False),
+        xaxis=axis("Standard deviations", zeroline=False),
         yaxis=axis("", tickvals=[*range(len(names))], ticktext=names, range=[len(names) - 0.4, -0.6]),
         height=130 + 52 * len(names), hovermode="closest", showlegend=True,
     )  # fmt: skip

@@ -66,7 +66,7 @@ CONTENTS = {
     SERIES: _measurement,
     COMPARISON: _comparison,
     TRAINING: Content(tables=training.tables),
-    GROUPS: replace(_comparison, models=groups.side_by_side, tables=groups.tables),
+    GROUPS: Content(groups.findings, models=groups.side_by_side, tables=groups.tables),
     SKIP: Content(
         skip.findings, skip.story, skip.side_by_side, skip.tables,
         lambda source: measured.title({"model": skip.model(source)}), skip.warnings,

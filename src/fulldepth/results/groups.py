@@ -369,10 +369,10 @@ def _sentence(test: Mapping[str, Any], labels: Sequence[str]) -> str:
         found = f"no measurable difference (95 % interval {low:+.3g} to {high:+.3g}, {'one-sided ' * bool(sign)}{p})"
     else:
         found = f"difference {spread}, 95 % interval {low:+.3g} to {high:+.3g}, {p}"
-    seeds = f"{test['pairs']} seeds" + ", an indication" * (test["pairs"] < SURE)
+    seeds = f"{test['pairs']} seeds" + " (an indication)" * (test["pairs"] < SURE)
     return (
         f"{test['title']}: {test['value']:.4g}{unit} in {labels[0]} against {test['against']:.4g}{unit} in "
-        f"{labels[1]}; {found} ({seeds})."
+        f"{labels[1]}, {seeds}: {found}."
     )
 
 
