@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pandas as pd
 import pytest
 from scipy import stats
 
@@ -218,11 +217,13 @@ def test_trained_groups_from_the_shell_and_measured_ones(tmp_path, recipe, main)
     assert code == 0, said
     both = Results.load(tmp_path / "both")
     assert '"last_layer_loss"' in out
-    for test in (both.table[both.table.seed.isna()]).to_dict("records")[::7]:
-        numbers = [
-            [pd.merge(pd.DataFrame([test])[KEYS], one.table, on=KEYS)["value"].item() for one in group]
-            for group in measured
-        ]
+    single = [
+        [one.table.set_index(one.table[KEYS].astype(str).agg(tuple, axis=1))["value"] for one in group]
+        for group in measured
+    ]
+    for test in both.table[both.table.seed.isna()].astype({"layer": "Int64", "other": "Int64"}).to_dict("records")[::7]:
+        key = tuple(str(test[name]) for name in KEYS)
+        numbers = [[one.loc[[key]].item() for one in group] for group in single]
         expected = stats.ttest_rel(*numbers).pvalue
         assert test["difference"] == pytest.approx(np.mean(numbers[0]) - np.mean(numbers[1]), abs=1e-12)
         assert test["deviation"] == 0 or test["p"] == pytest.approx(expected, rel=1e-6)

@@ -54,7 +54,7 @@ def _title(test: Meta) -> str:
 def tables(source: PageSource) -> dict[str, list[Table]]:
     """The settings in which the groups differ."""
     models = source.meta.get("models") or []
-    flat = [flatten(entry.get("settings") or {}) for entry in models]
+    flat = [flatten(entry.get("training") or entry.get("settings") or {}) for entry in models]
     names = dict.fromkeys(name for settings in flat for name in settings if name not in (*PROSE, "seed"))
     differing = [name for name in names if len({settings.get(name) for settings in flat}) > 1]
     cells = [{short(name, 80): short(own[name], 60) for name in differing if name in own} for own in flat]

@@ -228,7 +228,7 @@ DOCUMENT = entries(
     (str, "kind created fingerprint of depth"),
     (bool, "complete"),
     (Whole, "seed step"),
-    (Object, "versions memory sampling machine"),
+    (Object, "versions memory sampling machine training"),
     (dict[str, str | int | None], "groups"),
     (entries("Timings", (Number, "load forward total")), "timings"),
     (entries("Routers", (Whole, "of"), (many(ROUTER), "routers")), "router_tokens"),

@@ -132,10 +132,13 @@ def compare_groups(
     tests = _tests(every[every["model"] == labels[0]])
     found = list(_headline(tests, depths[0], labels, claims))
     headline = {test["name"]: finding for test, finding in found} | dict(_redundancy(tests, labels))
+    remarks: dict[str, list[str]] = {}
     for one in members:
-        if not one.results.meta.get("complete", True):
-            lines.append(f"{one_line(one.place, 200)}: it is not complete.")
-        lines += [f"{one_line(one.place, 200)}: {warning}" for warning in one.results.meta.get("warnings") or []]
+        incomplete = [] if one.results.meta.get("complete", True) else ["it is not complete."]
+        for text in [*incomplete, *(one.results.meta.get("warnings") or [])]:
+            remarks.setdefault(text, []).append(one_line(one.place, 200))
+    for text, (first_place, *others) in remarks.items():
+        lines.append(f"{first_place}{f' and {len(others)} others' if others else ''}: {text}")
     table = pd.concat([every, tests], ignore_index=True).drop(columns=["against", "by_seed"])
     models = [
         {**{name: value for name, value in entry.items() if name != "label"}, "label": label, "seeds": seeds}
@@ -148,7 +151,7 @@ def compare_groups(
         "models": [{**models[0], "baseline": False}, {**models[1], "baseline": True}],
         "tests": [test for test, _ in found],
         "headline": headline,
-        "warnings": list(dict.fromkeys(lines)),
+        "warnings": lines,
     }
     return table, document if step is None else document | {"step": step}
 
@@ -208,7 +211,11 @@ def _entry(label: str, member: Member) -> Entry:
     losses = _rows(member.results.table, "validation_loss")["count"].dropna()
     parts = ("model", "data", "settings", "versions", "token_policy", "sampling")
     stated = {part: meta.get(part) or {} for part in parts}
-    about = {"recipe": meta.get("recipe"), "targets": int(losses.iloc[-1]) if len(losses) else None}
+    about = {
+        "training": meta.get("training"),
+        "recipe": meta.get("recipe"),
+        "targets": int(losses.iloc[-1]) if len(losses) else None,
+    }
     return {"label": f"{label}, seed {member.seed}", "run": {"seed": meta.get("seed")}, **stated, **about}
 
 
