@@ -177,6 +177,11 @@ def test_versions_and_steps_that_differ_are_noted():
     assert "schedules are of different length" in line
 
 
+def keyed(table):
+    """The table by the columns that identify a number, as text."""
+    return table.set_index(table[KEYS].astype(str).agg(tuple, axis=1))
+
+
 def shell(command, folder):
     """A command line as a shell reads it, with its patterns."""
     text = f"{shlex.quote(sys.executable)} -m fulldepth {command}"
@@ -217,12 +222,9 @@ def test_trained_groups_from_the_shell_and_measured_ones(tmp_path, recipe, main)
     assert code == 0, said
     both = Results.load(tmp_path / "both")
     assert '"last_layer_loss"' in out
-    single = [
-        [one.table.set_index(one.table[KEYS].astype(str).agg(tuple, axis=1))["value"] for one in group]
-        for group in measured
-    ]
-    for test in both.table[both.table.seed.isna()].astype({"layer": "Int64", "other": "Int64"}).to_dict("records")[::7]:
-        key = tuple(str(test[name]) for name in KEYS)
+    single = [[keyed(one.table)["value"] for one in group] for group in measured]
+    tests = keyed(both.table[both.table.seed.isna()])
+    for key, test in [*zip(tests.index, tests.to_dict("records"), strict=True)][::7]:
         numbers = [[one.loc[[key]].item() for one in group] for group in single]
         expected = stats.ttest_rel(*numbers).pvalue
         assert test["difference"] == pytest.approx(np.mean(numbers[0]) - np.mean(numbers[1]), abs=1e-12)
