@@ -372,8 +372,11 @@ def _sentence(test: Mapping[str, Any], labels: Sequence[str]) -> str:
         found = f"{sign} as claimed: {spread}, by at least {test['bound']:.2g} (95 % bound), one-sided {p}"
     elif sign and (high < 0 if sign == "greater" else low > 0):
         found = f"against the claim ({sign}): {spread}, 95 % interval {low:+.3g} to {high:+.3g}"
-    elif low <= 0 <= high or sign:
-        found = f"no measurable difference (95 % interval {low:+.3g} to {high:+.3g}, {'one-sided ' * bool(sign)}{p})"
+    elif sign:
+        p = f"one-sided p = {test['p_corrected']:.2g} of all claims"
+        found = f"no measurable difference (95 % interval {low:+.3g} to {high:+.3g}, {p})"
+    elif low <= 0 <= high:
+        found = f"no measurable difference (95 % interval {low:+.3g} to {high:+.3g}, {p})"
     else:
         found = f"difference {spread}, 95 % interval {low:+.3g} to {high:+.3g}, {p}"
     seeds = f"{test['pairs']} seeds" + " (an indication)" * (test["pairs"] < SURE)
