@@ -76,7 +76,7 @@ PAGES = {
     "compare series": Scenario("compare out-series out-a --output new --depth relative", "out-series out-a"),
     "compare groups": Scenario(
         "compare jump-0 jump-1 --against run-0 run-b --output new",
-        "jump-0/results.json jump-0/results.parquet jump-1/settings.yaml run-b",
+        "jump-0/results.json jump-0/results.parquet jump-1 run-0 run-b",
         2,
     ),
     "compare overwrite": Scenario(
