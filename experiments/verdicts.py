@@ -12,12 +12,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from scipy import stats
-
 from fulldepth.settings import read
+from fulldepth.uncertainty import holm, paired_test
 from run import POOLS, arms_of, read_lines
 
 CLAIMS: dict[str, Any] = read(Path(__file__).with_name("claims.yaml"), "train")
@@ -139,28 +138,17 @@ def judge(paper: str, name: str, claim: dict[str, Any], runs: Runs, pool: str = 
         return judged._replace(reason=f"the runs have no {missing.args[0]}")
     others = values[1] if len(values) > 1 else [0.0] * len(seeds)
     differences = [one - other - claim.get("than", 0.0) for one, other in zip(values[0], others, strict=True)]
-    sign = 1 if claim["direction"] == "greater" else -1
-    mean, deviation = fmean(differences), stdev(differences)
-    error = deviation / len(seeds) ** 0.5
-    if not error:
-        return judged._replace(mean=mean, reason="the difference is the same for every seed")
-    upper = sign * mean + stats.t.ppf(1 - LEVEL / 2, len(seeds) - 1) * error
+    test = paired_test(differences)
+    if not test.error:
+        return judged._replace(mean=float(test.mean), reason="the difference is the same for every seed")
+    greater = claim["direction"] == "greater"
     return judged._replace(
-        mean=mean,
-        deviation=deviation,
-        bound=sign * mean - stats.t.ppf(1 - LEVEL, len(seeds) - 1) * error,
-        p=float(stats.t.sf(sign * mean / error, len(seeds) - 1)),
-        against=upper < 0,
+        mean=float(test.mean),
+        deviation=float(test.deviation),
+        bound=float(test.end(0.05) if greater else -test.end(0.95)),
+        p=float(test.p(claim["direction"])),
+        against=bool(test.end(0.975) < 0 if greater else test.end(0.025) > 0),
     )
-
-
-def holm(values: list[float]) -> list[float]:
-    """Adjusted p values, in the given order."""
-    order, adjusted, largest = sorted(range(len(values)), key=values.__getitem__), [0.0] * len(values), 0.0
-    for rank, place in enumerate(order):
-        largest = max(largest, (len(values) - rank) * values[place])
-        adjusted[place] = min(1.0, largest)
-    return adjusted
 
 
 def verdict(judged: Judged, adjusted: float) -> str:
@@ -242,10 +230,9 @@ def cell(runs: Runs, control: str, arm: str, column: Column) -> str:
     differences = [own[seed] - reference[seed] for seed in sorted(own.keys() & reference.keys())]
     if len(differences) < 2:
         return ""
-    mean = fmean(differences)
-    error = stdev(differences) / len(differences) ** 0.5
-    text = f"{mean:+.{column.digits}f} ± {error:.{column.digits}f}"
-    measurable = abs(mean) > stats.t.ppf(1 - LEVEL / 2, len(differences) - 1) * error
+    test = paired_test(differences)
+    text = f"{test.mean:+.{column.digits}f} ± {test.error:.{column.digits}f}"
+    measurable = test.end(LEVEL / 2) > 0 or test.end(1 - LEVEL / 2) < 0
     return f"**{text}**" if measurable else text
 
 
@@ -258,13 +245,12 @@ def advice(pool: str, runs: Runs) -> list[str]:
             values = list(values_of(runs, arm, Column("", number, 2)).values())
             if len(values) < INDICATION:
                 continue
-            mean = fmean(values)
-            error = stdev(values) / len(values) ** 0.5
-            half = stats.t.ppf(1 - LEVEL / 2, len(values) - 1) * error
-            if mean - half > 1:
+            test = paired_test(values)
+            low, high = float(test.end(LEVEL / 2)), float(test.end(1 - LEVEL / 2))
+            if low > 1:
                 sentences.append(
-                    f"- Trained with `{arm}`, {words} is {mean:.2f} times as fast as the full model "
-                    f"({mean - half:.2f} to {mean + half:.2f}, {len(values)} seeds)."
+                    f"- Trained with `{arm}`, {words} is {test.mean:.2f} times as fast as the full model "
+                    f"({low:.2f} to {high:.2f}, {len(values)} seeds)."
                 )
     return sentences or ["- No speed-up was measurable."] if timed_runs(runs) else []
 

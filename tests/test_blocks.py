@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from glob import glob
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -88,10 +89,14 @@ ELSEWHERE = {
     "python examples/": "the fixture `source` calls it",
 }
 """Part of a line that is not run -> why, or which test runs its like."""
-TRAINED = [("shell", f"fulldepth train tiny-{name} --output {name}-run/") for name in ("llama", "jreg")]
+TRAINED = [
+    ("shell", f"fulldepth train tiny-{name} seed={seed} --output {name}/seed-{seed}/")
+    for name in ("llama", "jreg")
+    for seed in (1, 2)
+]
 BEFORE = {
     "docs/evaluation.md": [("shell", "fulldepth skip search MODEL --data pairs.jsonl --blocks 1 --no-fit -o plan/")],
-    "docs/training.md": TRAINED[:1],
+    "docs/training.md": TRAINED,
     "docs/compare.md": [
         *TRAINED,
         *[("shell", f"fulldepth measure MODEL --data text.txt -o out-{name}/") for name in "abc"],
@@ -189,7 +194,9 @@ def renamed(code):
 
 def small(command):
     """A command of a page with the tiny model's names, and with the settings that make it small."""
-    words = shlex.split(renamed(command))
+    words = [
+        path for word in shlex.split(renamed(command)) for path in (sorted(glob(word)) if "seed-*" in word else [word])
+    ]
     verb = " ".join(words[1:3]) if " ".join(words[1:3]) in SMALL else words[1]
     given = {} if {"export", "--list", "--dry-run"} & {*words} else SMALL.get(verb, {})
     stated = {name for word in words for name in (word.removeprefix("--").replace("-", "_"), word.partition("=")[0])}

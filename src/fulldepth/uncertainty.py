@@ -33,6 +33,8 @@ DRAWS = 1000
 """Draws of a bootstrap."""
 SIGNIFICANT = 2.0
 """Standard errors that a difference must exceed to be called measurable."""
+ROUNDING = 1e-12
+"""Ratio to their mean below which a standard deviation of differences is rounding alone."""
 FEWEST_ROUNDS = 9
 """Fewest rounds of a timing whose ratio gets an interval."""
 
@@ -197,13 +199,70 @@ def measurable(differences: ArrayLike, errors: ArrayLike) -> NDArray[np.bool_]:
     d, e = np.atleast_1d(np.asarray(differences, np.float64)), np.atleast_1d(np.asarray(errors, np.float64))
     with np.errstate(divide="ignore", invalid="ignore"):
         z = np.where(np.isfinite(e) & np.isfinite(d), np.where(d == 0, 0.0, np.abs(d) / e), 0.0)
-    risk = 2 * scipy.special.ndtr(-SIGNIFICANT)
-    result = np.zeros(len(z), dtype=bool)
-    for left, index in zip(range(len(z), 0, -1), np.argsort(-z, kind="stable"), strict=True):
-        if not 2 * scipy.special.ndtr(-z[index]) < risk / left:
-            break
-        result[index] = True
-    return result
+    return holm(2 * scipy.special.ndtr(-z)) < 2 * scipy.special.ndtr(-SIGNIFICANT)
+
+
+def holm(p: ArrayLike) -> Array:
+    """`[n]` p values of several tests after Holm's correction: their number times the smallest, one fewer times the
+    next, and so on, never below the one before. NaN counts as 1.
+
+    Source: Holm, "A simple sequentially rejective multiple test procedure" (1979).
+    """
+    values = np.nan_to_num(np.atleast_1d(np.asarray(p, np.float64)), nan=1.0)
+    order = np.argsort(values, kind="stable")
+    adjusted = np.empty(len(values))
+    adjusted[order] = np.minimum(np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1)), 1.0)
+    return adjusted
+
+
+class PairedTest(NamedTuple):
+    """Student's t-test of paired differences; arrays of the shape of one pair."""
+
+    pairs: NDArray[np.int64]
+    mean: Array
+    deviation: Array
+    """Sample standard deviation, with n - 1; 0 where the differences are equal."""
+    error: Array
+    """Standard error of the mean; NaN for one pair."""
+
+    def end(self, share: float) -> Array:
+        """The value below which the true mean lies with probability `share`: the one-sided 95 % bounds are at 0.05 and
+        0.95, the ends of the two-sided 95 % interval at 0.025 and 0.975.
+        """
+        return np.asarray(self.mean + scipy.special.stdtrit(self.pairs - 1.0, share) * self.error)
+
+    def p(self, claim: str | None = None) -> Array:
+        """The p value of the claim that the true mean is `greater` or `less` than 0; None = of a two-sided test. NaN
+        where the differences are equal.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            t = np.where(self.error > 0, self.mean / self.error, np.nan)
+        below = {"greater": -t, "less": t, None: -np.abs(t)}[claim]
+        return np.asarray((2 if claim is None else 1) * scipy.special.stdtr(self.pairs - 1.0, below))
+
+
+def paired_test(differences: ArrayLike) -> PairedTest:
+    r"""The mean of paired differences, such as of two methods trained with the same seeds, and how sure it is.
+
+    With differences :math:`d_1 \ldots d_n`, their mean :math:`\bar d` and their sample standard deviation :math:`s`,
+    Student's t distribution with n - 1 degrees of freedom gives
+
+    .. math:: t = \frac{\bar d}{s / \sqrt n}, \qquad p_\text{greater} = P(T_{n-1} > t), \qquad
+        \text{lower 95 \% bound} = \bar d - t_{n-1}(0.95)\, \frac{s}{\sqrt n}
+
+    Args:
+        differences: one for each pair, `[n, ...]`; NaN = this pair has no such number.
+
+    Source: "JREG: final-layer jumps", App. G, Tables 13, 14 and 18.
+    """
+    values = np.asarray(differences, np.float64)
+    pairs = np.isfinite(values).sum(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = np.nansum(values, 0) / pairs
+        squares = np.nansum((values - mean) ** 2, 0)
+        deviation = np.sqrt(squares / (pairs - 1))
+        deviation = np.where(deviation <= ROUNDING * np.abs(mean), 0.0, deviation)
+        return PairedTest(pairs, mean, deviation, deviation / np.sqrt(pairs))
 
 
 def advisable(lead: float | None, error: float | None) -> bool:

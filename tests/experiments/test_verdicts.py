@@ -14,7 +14,7 @@ from places import ROOT
 sys.path.insert(0, str(ROOT / "experiments"))
 
 from run import sealed
-from verdicts import CLAIMS, advice, composition, holm, judge, load, page_of, table_of
+from verdicts import CLAIMS, advice, composition, judge, load, page_of, table_of
 
 DEPTH = 12
 
@@ -53,10 +53,6 @@ def test_a_claim_is_a_paired_one_sided_t_test(tmp_path):
     middle = judge("JREG", "middle", CLAIMS["papers"]["JREG"]["middle"], runs)
     means = [[np.mean(runs[arm][seed]["displacement"][1:11]) for seed in range(5)] for arm in ("jreg", "llama")]
     assert middle.p == pytest.approx(stats.ttest_rel(*means, alternative="greater").pvalue, rel=1e-9)
-
-
-def test_holm_by_its_definition():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,11 @@ MEASURE = {
 PAGES = {
     "compare": Scenario("compare out-a out-b --output new", "out-a out-b", 4),
     "compare series": Scenario("compare out-series out-a --output new --depth relative", "out-series out-a"),
-    "compare runs": Scenario("compare run run-b --output new", "run/results.json run/results.parquet run-b", 2),
+    "compare groups": Scenario(
+        "compare jump-0 jump-1 --against run-0 run-b --output new",
+        "jump-0/results.json jump-0/results.parquet jump-1 run-0 run-b",
+        2,
+    ),
     "compare overwrite": Scenario(
         "compare out-a out-b --output cmp --overwrite", "out-a out-b cmp", 0.5, replaces=("cmp/*",)
     ),

@@ -76,7 +76,7 @@ KINDS = {
     "comparison": synthetic.comparison,
     "relative": lambda: synthetic.comparison("relative"),
     "training": synthetic.training,
-    "trainings": synthetic.training_comparison,
+    "groups": synthetic.over_seeds,
     "search": skip_folders.search,
     "curve": skip_folders.curve,
     "bench": skip_folders.bench,

@@ -8,6 +8,7 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from fulldepth.reporting import measured, render
 from fulldepth.reporting.page import compact, embed, pack, payload
 from fulldepth.reporting.phrases import figure_of, quantity, scaled, seconds, visible
 from fulldepth.reporting.source import PageSource
-from fulldepth.reporting.tables import flatten
+from fulldepth.reporting.tables import flatten, texts
 from fulldepth.results import PAGE, Results, compare, report, tabulate
 from json_files import any_value
 from refusals import refused
@@ -149,25 +150,25 @@ def test_the_page_of_a_training_run():
     ]
 
 
-def test_runs_in_one_table_at_the_common_step():
-    def values(results, measure):
-        rows = results.table[(results.table.measure == measure) & (results.table.step == 200)]
-        return rows.sort_values("layer").value.iloc[-1]
-
-    results, (base, *others) = synthetic.training_comparison(), synthetic.trainings()
+def test_the_tests_over_seeds_in_one_table():
+    results = synthetic.over_seeds(claims={"zeta_L": "less"})
     page = payload_of(results)
-    _, *rows = [dict(zip(page["models"].columns, row[1:], strict=True)) for row in page["models"].rows]
-    for cells, one in zip(rows, others, strict=True):
-        loss, memory = (values(one, measure) for measure in ("validation_loss", "peak_memory"))
-        assert cells["Validation loss"] == f"{loss:.3f} nats"
-        assert cells["Difference"].replace("−", "-") == f"{loss - values(base, 'validation_loss'):+.3f}"
-        assert cells["Peak memory"].endswith(f"({memory / values(base, 'peak_memory'):.2f}×)")
-        depth = one.table[(one.table.measure == "jump_rate") & (one.table.layer == one.meta["model"]["num_layers"])]
-        assert cells["Jump of the last layer"].startswith(f"{depth[depth.step == 200].value.item():.1f} %")
+    assert page["models"].columns[:2] == ["tiny-jreg", "tiny-llama"]
+    rows = {row[0]: dict(zip(page["models"].columns, row[1:], strict=True)) for row in page["models"].rows}
+    shown = [test for test in results.meta["tests"] if test["deviation"]]
+    for test in shown:
+        cells = rows[texts()["headlines"][test["name"]][0]]
+        assert cells["Difference"].replace("−", "-") == f"{test['difference']:+.3g} ± {test['deviation']:.2g}"
+        assert cells["p"].replace("−", "-") == f"{test['p']:.2g}"
+        assert (cells["Claim"], cells["Pairs"]) == ("less" if test["name"] == "zeta_L" else "–", "4")
     ((differing,),) = [section["tables"] for section in page["sections"] if section["id"] == "settings"]
-    assert differing.rows[-1] == ["router_learning_rate", "–", "–", "0.01", "–"]
-    assert [sentence.split(" ")[0] for sentence in page["more_sentences"][:3]] == ["Validation"] * 3
+    assert [row[0] for row in differing.rows] == ["method", "objective.jump.weight"]
     assert page["story"]["sentences"] == page["more_sentences"][:1]
+    drawn = page["figures"]["seeds"]["data"]
+    expected = [difference / test["deviation"] for test in shown for difference in test["by_seed"]]
+    assert_allclose(drawn[0]["x"], expected, rtol=1e-5)
+    ends = np.array(drawn[1]["x"]) + drawn[1]["error_x"]["array"]
+    assert_allclose(ends, [test["interval"][1] / test["deviation"] for test in shown], rtol=1e-4)
 
 
 EMPTY = """() => [...document.querySelectorAll(".plot")]
@@ -176,7 +177,7 @@ EMPTY = """() => [...document.querySelectorAll(".plot")]
 UNDRAWN = """() => [...document.querySelectorAll(".plot")].filter((div) => !div.querySelector(".main-svg")).length"""
 WIDTH = "document.documentElement.scrollWidth"
 BOTTOM = "(node) => node.getBoundingClientRect().bottom"
-TALLEST = {"comparison": 8000, "series": 8000, "skips": 6000, "trainings": 8000, "evaluation": 6000, "generation": 6000}
+TALLEST = {"comparison": 8000, "series": 8000, "skips": 6000, "groups": 8000, "evaluation": 6000, "generation": 6000}
 """Kind of results -> largest height of its page in pixels."""
 
 
@@ -399,10 +400,11 @@ def spoilt():
     meta["models"][2]["label"] = "__proto__"
     models.table["model"] = models.table["model"].replace({"jump-penalty": HOSTILE[0], "half-depth": "__proto__"})
     models.table["statistic"] = models.table["statistic"].replace({"mean:plain:1": f"mean:{HOSTILE[1]}:1"})
-    runs = synthetic.trainings()[:2]
-    runs[1].meta["settings"] |= {"about": HOSTILE[0], "method": HOSTILE[1], HOSTILE[0]: HOSTILE[6]}
-    runs[1].meta |= {"recipe": HOSTILE[0], "warnings": HOSTILE}
-    runs[1].table["site"] = runs[1].table["site"].replace({"jump": HOSTILE[1]})
+    groups = [synthetic.group(name, 0.1, level, {"jump": 0.1}) for name, level in (("a", 3.4), ("b", 3.5))]
+    for run in groups[1]:
+        run.meta["settings"] |= {"about": HOSTILE[0], "method": HOSTILE[1], HOSTILE[0]: HOSTILE[6]}
+        run.meta |= {"recipe": HOSTILE[0], "warnings": HOSTILE}
+        run.table["site"] = run.table["site"].replace({"jump": HOSTILE[1]})
     bench = skip_folders.bench()
     bench.table["model"] = bench.table["model"].replace({"fast": HOSTILE[0]})
     bench.meta["models"][2] |= {"label": HOSTILE[0], "granularity": HOSTILE[1]}
@@ -417,9 +419,9 @@ def spoilt():
     scored.meta["tasks"] = {HOSTILE[5]: {"metric": HOSTILE[0], "chance": 0.5, "count": 2, "higher_is_better": True}}
     scored.table["site"] = HOSTILE[5]
     scored.table.loc[scored.table["statistic"] == "acc", "statistic"] = HOSTILE[0]
-    both = compare(runs, names=[HOSTILE[1], "constructor"])
-    return {"models": models, "run": runs[1], "runs": both, "bench": bench, "decoder": decoder, "text": generated,
-            "scored": scored}  # fmt: skip
+    both = compare(groups[0], against=groups[1], names=[HOSTILE[1], "constructor"])
+    return {"models": models, "run": groups[1][0], "groups": both, "bench": bench, "decoder": decoder,
+            "text": generated, "scored": scored}  # fmt: skip
 
 
 @pytest.mark.browser

@@ -14,7 +14,7 @@ from fulldepth.results import DOCUMENT, TABLE, Results, compare
 from fulldepth.results.pages import together
 from fuzz.mutations import change_content
 from json_files import read_json, write_json
-from reporting import plotted
+from reporting import plotted, synthetic
 
 SLICES, CASES = 2, 20
 """Seeds in this test."""
@@ -27,7 +27,7 @@ def page(results):
 KINDS = {name: make for name, make in plotted.KINDS.items() if name != "skips"}
 """Kind -> results of it; pages of several folders are not stored."""
 PARTNERS = {
-    "training": "training", "trainings": "training", "exit": "exit", "decoder": "exit", "evaluation": "evaluation",
+    "training": "training", "groups": "training", "exit": "exit", "decoder": "exit", "evaluation": "evaluation",
 }  # fmt: skip
 """Kind -> what it is compared with; measurements for all others."""
 
@@ -42,6 +42,8 @@ class Ground:
             kind: self.made[kind].save(root / kind, page=False)
             for kind in ("language_model", "search", *set(PARTNERS.values()))
         }
+        for seed, run in enumerate(synthetic.group("tiny-jreg", 0.06, 3.42, None, range(3))):
+            self.whole[f"training {seed}"] = run.save(root / f"training {seed}", page=False)
 
     def case(self, seed):
         """One damaged folder, given to one command; the error that it ended with, or nothing."""
@@ -61,8 +63,11 @@ class Ground:
             elif verb == "together":
                 page(together([folder, self.whole["search"]]))
             else:
-                pair = [folder, self.whole[PARTNERS.get(kind, "language_model")]]
-                made = compare(draw.sample(pair, 2)).save(self.root / f"made-{seed}", page=False)
+                partner = PARTNERS.get(kind, "language_model")
+                pair = draw.sample([folder, self.whole[partner]], 2)
+                group = [self.whole[f"training {seed}"] for seed in (1, 2)] if partner == "training" else None
+                pair = [pair[0], self.whole["training 2"]] if group else pair
+                made = compare(pair, against=group).save(self.root / f"made-{seed}", page=False)
                 page(Results.load(made))
         except FulldepthError as error:
             return str(error)

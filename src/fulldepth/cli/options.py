@@ -64,6 +64,7 @@ def command(
     *,
     recipes: str | None = None,
     headline: bool = False,
+    parser: type[typer.core.TyperCommand] | None = None,
 ) -> Callable[[Command], Command]:
     """Add a function to a program as a command.
 
@@ -78,6 +79,7 @@ def command(
         recipes: the verb whose recipes the command reads, from its argument `recipe` (which `KEY=VALUE` arguments may
             follow) if the function has such a parameter, else from the option `--recipe`. None = no recipes.
         headline: whether the command prints a headline, which gives it the option `--json`.
+        parser: class of the command; None = typer's own.
     """
 
     def add(function: Command) -> Command:
@@ -126,7 +128,7 @@ def command(
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        app.command(name)(run)
+        app.command(name, cls=parser)(run)
         return function
 
     return add

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,23 +13,51 @@ from fulldepth.cli.program import app
 from fulldepth.settings.compare import CompareSettings
 
 
-@command(app, "compare", CompareSettings, headline=True)
+class Groups(typer.core.TyperCommand):
+    """A command whose option `--against` takes every word up to the next option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse `--against A B` as `--against A --against B`, which is how click repeats an option."""
+        parsed: list[str] = []
+        gathering = False
+        for word in args:
+            if word.startswith("-"):
+                gathering = word.partition("=")[0] == "--against"
+                parsed += [] if word == "--against" else [word]
+            else:
+                parsed += ["--against", word] if gathering else [word]
+        return super().parse_args(ctx, parsed)
+
+
+@command(app, "compare", CompareSettings, headline=True, parser=Groups)
 def compare_command(
     folders: Annotated[
         list[Path],
-        typer.Argument(metavar="FOLDERS", help="Two or more result folders; the first is the baseline."),
+        typer.Argument(
+            metavar="FOLDERS", help="Two or more result folders; the first is the baseline. With --against a group."
+        ),
     ],
     output: Output,
     settings: CompareSettings,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDERS",
+            help="The group that FOLDERS are compared with, seed by seed: all words up to the next option.",
+        ),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Put measured models, series or training runs side by side, with their differences (JREG Eq. 7).
+    """Put measured models or series side by side with their differences (JREG Eq. 7), or compare two groups of training
+    runs, or of measured runs, over seeds (paired t-tests, JREG App. G).
 
     Example: `fulldepth compare baseline-out/ jreg-out/ --output comparison/`
+
+    Over seeds: `fulldepth compare jreg/seed-* --against llama/seed-* --set claims.validation_loss=less -o comparison/`
     """
     from fulldepth.results import PAGE, compare
 
-    results = compare(folders, output=output, overwrite=overwrite, settings=settings)
+    results = compare(folders, against=against or None, output=output, overwrite=overwrite, settings=settings)
     console.finish(results, output / PAGE)
 
 

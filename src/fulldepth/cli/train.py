@@ -42,7 +42,7 @@ def train_command(
     RECIPE holds the settings; options and `KEY=VALUE` override them. The defaults below apply to settings that the
     recipe does not set. The run folder gets checkpoints, `settings.yaml`, `results.parquet` (losses, penalties,
     displacement and jump rates at every evaluation) and `report.html`. Measure the checkpoints with `fulldepth measure
-    RUN --data text.txt --output out/`, and compare several runs with `fulldepth compare RUN RUN --output out/`.
+    RUN --data text.txt --output out/`, and compare two methods with `fulldepth compare A/seed-* --against B/seed-*`.
 
     Example: `fulldepth train tiny-jreg --steps 300 objective.jump.alpha=0.3 --output jreg-run/`
 

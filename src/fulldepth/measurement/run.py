@@ -60,6 +60,7 @@ from fulldepth.results import (
 )
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.measure import LensSettings, MeasureSettings
+from fulldepth.settings.train import settings_of_run
 
 OF_LENS = ["lens_accuracy", "lens_loss", "saturation"]
 """Measures of `lens`, beside its grid."""
@@ -424,6 +425,7 @@ def _document(
     document = {
         **provenance("measure", settings.model_dump(), seed=settings.seed),
         "model": subject.verified.describe(subject.checkpoint),
+        "training": settings_of_run(subject.checkpoint.name),
         "groups": None if sequences.no_error else groups,
         "data": data
         | {

@@ -19,10 +19,8 @@ from fulldepth.files import reading
 from fulldepth.hf import find_checkpoints, has_weights, packaged, trained_steps
 from fulldepth.progress import Watcher, without_repeats
 from fulldepth.results import COLUMNS, DOCUMENT, GROUPS, PAGE, TABLE, Results, joined
-from fulldepth.settings.measure import MeasureSettings
+from fulldepth.settings.measure import SPEED_ONLY, MeasureSettings
 
-SPEED_ONLY = {"batch_size", "device", "device_map"}
-"""Settings that do not affect the results."""
 NOT_READ = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".md", ".log"}
 """Suffixes of pickled weights, optimiser states and notes, which are never read."""
 RESULT_FILES = {DOCUMENT, TABLE, GROUPS, PAGE}

@@ -27,7 +27,7 @@ from fulldepth.reporting.draw import (
     value_axis,
 )
 from fulldepth.reporting.phrases import TERMS
-from fulldepth.reporting.source import COMPARISON, SINGLE, TRAININGS, PageSource, PlottedCurve, curve, select
+from fulldepth.reporting.source import GROUPS, SINGLE, PageSource, PlottedCurve, curve, select
 from fulldepth.reporting.style import (
     DASHES,
     MUTED,
@@ -40,6 +40,7 @@ from fulldepth.reporting.style import (
     layer_axis,
     read_yaml,
 )
+from fulldepth.uncertainty import quantile
 
 STEP_AXIS = axis("Training step", tickformat=",d", nticks=7, unifiedhovertitle={"text": "Step %{x:,}"})
 PROFILES = 7
@@ -251,14 +252,16 @@ def alone(record: Figure, source: PageSource, group: list[Line], **about: Any) -
 
 def overlay(record: Figure, line: Line, source: PageSource, several: bool = False) -> go.Figure | None:
     """A line of each model; its differences from the baseline if that is the record's column."""
-    difference, steps = record.column == "difference", record.over != "layer"
-    relative = source.meta.get("depth") == "relative" and not steps
+    difference, groups = record.column == "difference", source.kind == GROUPS
+    relative = source.meta.get("depth") == "relative"
     drawn = []
     for run in source.with_column(record.column):
         errors = NO_CURVE
         if difference:
             errors = record.values(line, run.table, run.layers, column="difference_error")
-            errors = replace(errors, values=[None if error is None else 2 * error for error in errors.values])
+            pairs = min(len(entry.get("seeds") or ()) for entry in source.meta["models"]) if groups else 0
+            reach = quantile(pairs) if groups else 2.0
+            errors = replace(errors, values=[None if error is None else reach * error for error in errors.values])
         elif not difference and line.errors.endswith(("stderr", "standard_error")):
             errors = record.values(line, run.table, run.layers, line.errors)
         own = record.values(line, run.table, run.layers)
@@ -269,27 +272,28 @@ def overlay(record: Figure, line: Line, source: PageSource, several: bool = Fals
     values = [value for one in drawn for value in one.curve.values]
     scale = DIFFERENCES.get(record.scale, "") if difference else record.scale
     bars = f"; bars: {'two standard errors of the difference' if difference else 'one standard error'}"
+    bars = "; bars: 95 % interval over seeds" if groups else bars
     reading = "Value minus the baseline’s at the same depth" if difference else "One line a model"
     result = chart(
         drawn,
         title=f"{record.quantity}: difference from {source.baseline}" if difference
-        else record.title if steps else f"{record.quantity or 'Value'} per layer",
-        subtitle="" if steps else reading + bars * any(one.errors for one in drawn),
-        xaxis=STEP_AXIS if steps else layer_axis(max(run.layers for run in source.runs), 1 - at_first, relative),
+        else f"{record.quantity or 'Value'} per layer",
+        subtitle=reading + bars * any(one.errors for one in drawn),
+        xaxis=layer_axis(max(run.layers for run in source.runs), 1 - at_first, relative),
         yaxis=value_axis(f"Δ {record.axis}" if difference else record.axis, scale, values),
         variant=", ".join(filter(None, dict.fromkeys((line.name, line.variant)))) if several else "",
         showlegend=True,
         height=record.height,
         hovermode="closest" if relative else "x unified",
     )  # fmt: skip
-    if result is not None and not (relative or steps):
+    if result is not None and not (relative or groups):
         set_first_apart(result)
     return add_level(result, 0) if result is not None and difference else result
 
 
 def maps(record: Figure, source: PageSource) -> Figures:
     """Maps of one model in all variants; of several models the first reading, or its differences, side by side."""
-    if source.kind != COMPARISON:
+    if "model" not in source.table.columns:
         return readings(
             (reading.statistic, _heat(record, reading, cells, names, variant=reading.variant))
             for reading in record.maps
@@ -385,15 +389,8 @@ def displacement(record: Figure, source: PageSource) -> Figures:
 
 
 def profiles(record: Figure, source: PageSource) -> Figures:
-    """A number of every layer at a few steps, later steps in stronger colours; of runs at the common step."""
+    """A number of every layer at a few steps, later steps in stronger colours."""
     (line,) = record.expanded(source.table)
-    if source.kind == TRAININGS:
-        step = source.meta.get("step", source.table["step"].max())
-        drawn = overlay(record, line, PageSource(source.table[source.table["step"] == step], source.meta))
-        if drawn is not None:
-            reading = drawn.layout.meta["subtitle"].replace("a model", "a run")
-            drawn.layout.meta["subtitle"] = f"{reading}, at step {step:,}"
-        return readings([("", drawn)])
     curves = {step: record.values(line, rows, source.layers) for step, rows in source.steps.items()}
     known = [step for step, profile in curves.items() if profile]
     shown = [known[round(at)] for at in np.linspace(0, len(known) - 1, min(PROFILES, len(known)))]

@@ -9,16 +9,16 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.reporting import charts, evaluation, exits, skip
+from fulldepth.reporting import charts, evaluation, exits, groups, skip
 from fulldepth.reporting.charts import Figure, every_record
 from fulldepth.reporting.source import (
     COMPARISON,
     EXIT,
     EXITS,
+    GROUPS,
     SERIES,
     SINGLE,
     TRAINING,
-    TRAININGS,
     PageSource,
     stack_rows,
 )
@@ -29,6 +29,7 @@ Draw = Callable[[Figure, PageSource], Figures]
 DRAWINGS: dict[str, Draw] = {
     "displacement": charts.displacement,
     "profiles": charts.profiles,
+    "seeds": groups.seeds,
     "removal_loss": skip.removal_loss,
     "by_removed": skip.by_removed,
     "pareto": skip.pareto,
@@ -56,10 +57,8 @@ def records(kind: str) -> list[tuple[Figure, Draw]]:
             drawn.append((replace(record, section="stopping", secondary=False), generic))
         difference = replace(record, name=f"difference_{record.name}", column="difference")
         compared = SINGLE in record.kinds and (record.maps or any(line.compared for line in record.lines))
-        if kind == COMPARISON and compared:
-            drawn += [(record, generic), (difference, generic)]
-        if kind == TRAININGS and record.draw == "profiles":
-            drawn.append((difference, own))
+        if kind in (COMPARISON, GROUPS) and compared:
+            drawn += [(difference, generic)] if kind == GROUPS else [(record, generic), (difference, generic)]
         if kind in (SERIES, TRAINING) and record.followed:
             folded = record.secondary or record.section != "displacement"
             moved: dict[str, Any] = {"section": "training", "secondary": folded} if kind == SERIES else {}
@@ -72,8 +71,7 @@ def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
 
     Args:
         table: tidy rows of one model, of a series or a training run (column `step`), of a comparison (columns `model`,
-            `difference`) or of a comparison of training runs (all three columns). Any measure or statistic may be
-            missing; NaN leaves a gap.
+            `difference`) or of one of groups (also `seed`). Any measure or statistic may be missing; NaN leaves a gap.
         meta: the document of the table; only kind, names, depths and weights of penalties are read.
 
     Returns:

@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from fulldepth.reporting import evaluation, exits, figures, measured, skip, story, training
+from fulldepth.reporting import evaluation, exits, figures, groups, measured, skip, story, training
 from fulldepth.reporting.charts import Note
 from fulldepth.reporting.measured import Shown
 from fulldepth.reporting.phrases import dotted, percent, plain, plus_minus, scaled, seconds, short, size, visible
@@ -28,11 +28,11 @@ from fulldepth.reporting.source import (
     EXIT,
     EXITS,
     GENERATION,
+    GROUPS,
     SERIES,
     SINGLE,
     SKIP,
     TRAINING,
-    TRAININGS,
     VERBS,
     PageSource,
 )
@@ -66,7 +66,7 @@ CONTENTS = {
     SERIES: _measurement,
     COMPARISON: _comparison,
     TRAINING: Content(tables=training.tables),
-    TRAININGS: Content(training.differences, models=training.side_by_side, tables=training.tables_of_runs),
+    GROUPS: Content(groups.findings, models=groups.side_by_side, tables=groups.tables),
     SKIP: Content(
         skip.findings, skip.story, skip.side_by_side, skip.tables,
         lambda source: measured.title({"model": skip.model(source)}), skip.warnings,

@@ -13,7 +13,7 @@ import pandas as pd
 from fulldepth.reporting.style import categorical, label
 
 SINGLE, SERIES, COMPARISON = "single", "series", "comparison"
-TRAINING, TRAININGS, SKIP = "training", "trainings", "skip"
+TRAINING, GROUPS, SKIP = "training", "groups", "skip"
 EXIT, GENERATION, EVALUATION = "exit", "generation", "evaluation"
 EXITS, EVALUATIONS = "exits", "evaluations"
 SKIPS = ("skip", "heal", "curve", "bench")
@@ -23,7 +23,7 @@ TOGETHER = "skips"
 of each row."""
 VERBS = {**dict.fromkeys((*SKIPS, TOGETHER), SKIP), **{kind: kind for kind in (EXIT, GENERATION, EVALUATION)}}
 """`kind` of a document -> kind of results, see `PageSource.kind`."""
-COMPARED = {EXIT: EXITS, EVALUATION: EVALUATIONS}
+COMPARED = {EXIT: EXITS, EVALUATION: EVALUATIONS, GROUPS: GROUPS}
 """What a comparison compares, as its document states it (`of`) -> kind of results."""
 
 
@@ -133,17 +133,17 @@ class PageSource:
     def kind(self) -> str:
         """`single` (one model at one step), `series`, `training`, `skip`, `exit`, `generation` or `evaluation`.
 
-        Several of them side by side are of the kinds `comparison`, `trainings`, `exits` and `evaluations`.
+        Several of them side by side are of the kinds `comparison`, `exits` and `evaluations`, and two groups over seeds
+        of the kind `groups`.
         """
         stated = str(self.meta.get("kind"))
         if stated in VERBS:
             return VERBS[stated]
         if stated == COMPARISON and self.meta.get("of") in COMPARED:
             return COMPARED[str(self.meta["of"])]
-        steps = "step" in self.table.columns
         if "model" in self.table.columns:
-            return TRAININGS if steps else COMPARISON
-        return TRAINING if stated == TRAINING else SERIES if steps else SINGLE
+            return COMPARISON
+        return TRAINING if stated == TRAINING else SERIES if "step" in self.table.columns else SINGLE
 
     @cached_property
     def layers(self) -> int:
@@ -164,6 +164,7 @@ class PageSource:
         runs: list[Run] = []
         for index, (text, name) in enumerate(zip(labels, names, strict=True)):
             rows, entry = self.table[self.table["model"].astype(str) == text], described.get(text, {})
+            rows = rows[rows["seed"].isna()] if self.kind == GROUPS else rows
             unique = name if names.count(name) == 1 else f"{name} ({index + 1})"
             layers = num_layers(rows, entry.get("model"))
             runs.append(Run(unique, rows, layers, categorical(index), bool(entry.get("baseline"))))

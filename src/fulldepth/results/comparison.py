@@ -10,7 +10,7 @@ import pandas as pd
 
 from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.results import runs, verdict
+from fulldepth.results import groups, verdict
 from fulldepth.results.differences import (
     STEPS,
     Depth,
@@ -35,6 +35,8 @@ KINDS = {
     "evaluation": "an evaluation",
 }
 """Kinds of results that can be compared -> what one is called."""
+GROUPED = ("training", "measure")
+"""Kinds of which groups can be compared."""
 ENTRIES = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exits", "full")}
 """Kind of results -> entries of their documents that a comparison holds for each model."""
 
@@ -43,13 +45,15 @@ ENTRIES = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exi
 def compare(
     results: Sequence[Results | str | Path] | Mapping[str, Results | str | Path],
     *,
+    against: Sequence[Results | str | Path] | None = None,
     settings: CompareSettings,
     output: str | Path | None = None,
     overwrite: bool = False,
 ) -> Results:
-    r"""Compare measurements of several models (or of one model on several data), or several training runs.
+    r"""Compare measurements of several models (or of one model on several data), or two groups of models over seeds.
 
-    Results of `fulldepth exit` are compared with each other, and so are those of `fulldepth evaluate`.
+    Results of `fulldepth exit` are compared with each other, and so are those of `fulldepth evaluate`. Training runs
+    are compared in groups: a difference of two single runs may be that of their seeds.
 
     The table holds the rows of every model, labelled in the column `model`; the column `difference` is the value minus
     the baseline's value at the same depth, in the row's unit (NaN for the baseline itself, and where it has no such
@@ -59,11 +63,20 @@ def compare(
 
     which is positive where a layer does more than in the baseline. `difference_error` is its standard error, paired
     where both results are of the same documents (see `results.differences`, and the entry `paired` of a model).
-    Training runs keep their column `step` and are compared at equal steps, see `results.runs`.
 
     ```python
     both = fulldepth.compare({"plain": "out-a", "tuned": "out-b"}, output="cmp/")
     both.values("displacement", "mean", "residual", model="tuned")
+    ```
+
+    With `against`, every number of the first group has a paired t-test over seeds, at the last common step of runs.
+    Rows with a seed are those of single results; the row of a number without a seed has the mean `difference`, its
+    sample standard `deviation`, the one-sided 95 % bounds `lower_bound` and `upper_bound`, and the two-sided `p`
+    (`uncertainty.paired_test`, `results.groups`).
+
+    ```python
+    cmp = fulldepth.compare(["jreg/seed-0", "jreg/seed-1"], against=["llama/seed-0", "llama/seed-1"])
+    cmp.table[cmp.table.seed.isna()]
     ```
 
     At equal relative depth l/L the baseline is interpolated between its layers, and `jump_rate` is counted from the
@@ -71,7 +84,9 @@ def compare(
 
     Args:
         results: two or more result folders, or `Results`; or a mapping of their labels to them. Of a series of
-            checkpoints, the last step is compared. Training runs cannot be mixed with measurements.
+            checkpoints, the last step is compared. With `against` a group: runs, or measurements of runs, that
+            differ in the seed alone.
+        against: the group that it is compared with, with the same seeds.
         settings: fields of `CompareSettings` as keywords, or an instance.
         output: result folder, which also gets the page; None = nothing is written.
         overwrite: replace results in the output folder.
@@ -82,16 +97,16 @@ def compare(
 
     Raises:
         FulldepthError: for fewer than two results, a folder without results or with results of another kind, a
-            comparison as input, results of several kinds, runs without a common step, repeated or too few names, or an
-            unknown baseline.
+            comparison as input, results of several kinds, training runs without `against`, repeated or too few names,
+            or an unknown baseline; for groups also as `results.groups.compare_groups`.
 
-    Source: "JREG: final-layer jumps", Eq. 7.
+    Source: "JREG: final-layer jumps", Eq. 7, App. G.
     """
     with claimed(output, overwrite):
         if isinstance(results, Mapping):
             settings = settings.model_copy(update={"names": list(results)})
             results = list(results.values())
-        compared = _compared(results, settings)
+        compared = _compared(results, settings) if against is None else _of_groups(results, against, settings)
         if output is not None and launch.is_main():
             compared.save(output)
     return compared
@@ -101,6 +116,8 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
     """The comparison as results."""
     if isinstance(results, str | Path | Results) or len(results) < 2:
         raise FulldepthError("A comparison needs at least two result folders.")
+    if settings.claims:
+        raise FulldepthError("claims belong to a comparison of groups: compare A/seed-* --against B/seed-*.")
     loaded = [_readable(item) for item in results]
     labels, first = settings.names, settings.baseline
     if labels is None:
@@ -114,11 +131,13 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
         raise FulldepthError(f"{len(labels)} names were given for {len(results)} results.")
     if len(set(labels)) < len(labels) or "" in labels:
         raise FulldepthError(f"Names must differ from one another and not be empty, got {', '.join(labels)!r}.")
-    kinds = [str(one.meta["kind"]) for one in loaded]
-    if len(set(kinds)) > 1:
-        listed = ", ".join(f"{label} is {KINDS[kind]}" for label, kind in zip(labels, kinds, strict=True))
-        advice = " Measure the runs first: fulldepth measure RUN" if "training" in kinds else ""
-        raise FulldepthError(f"Results of several kinds cannot be compared: {listed}.{advice}")
+    kind = _common_kind(labels, loaded)
+    if kind == "training":
+        raise FulldepthError(
+            "Single runs say nothing about their methods: another seed may change as much. Train each method with "
+            "several seeds and give groups: fulldepth compare A/seed-* --against B/seed-* --output cmp/ (measurements "
+            "of single runs can be compared: fulldepth measure RUN --data text.txt --output OUT)."
+        )
     if isinstance(first, str):
         if first not in labels:
             raise unknown("baseline", first, labels)
@@ -127,18 +146,56 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
         raise FulldepthError(f"The baseline must be a position from 0 to {len(labels) - 1} or a name, got {first}.")
     depth: Depth = settings.depth or ("layer" if len(set(map(depth_of, loaded))) == 1 else "relative")
     compared = {"baseline": labels[first], "depth": depth}
-    settled = {"names": labels, **compared}
-    document = {"schema_version": SCHEMA_VERSION, **provenance("comparison", settled, packages=()), **compared}
-    if kinds[0] == "training":
-        table, entries = runs.compare_runs(loaded, labels, first, depth)
-    else:
-        loaded = [_last_step(item) for item in loaded]
-        table, entries = _side_by_side(loaded, labels, first, depth)
+    loaded = [_last_step(item) for item in loaded]
+    table, entries = _side_by_side(loaded, labels, first, depth)
     for one, label in zip(loaded, labels, strict=True):
         if not one.meta.get("complete", True):
-            entries["warnings"].append(f"{label}: the {KINDS[kinds[0]].rpartition(' ')[2]} is not complete.")
+            entries["warnings"].append(f"{label}: the {KINDS[kind].rpartition(' ')[2]} is not complete.")
         entries["warnings"] += [f"{label}: {warning}" for warning in one.meta.get("warnings") or []]
-    return Results(table, finite(document | entries))
+    return _results(table, {"names": labels, **compared}, compared | entries)
+
+
+def _of_groups(
+    results: Sequence[Results | str | Path], against: Sequence[Results | str | Path], settings: CompareSettings
+) -> Results:
+    """The comparison of two groups as results."""
+    if "baseline" in settings.model_fields_set:
+        raise FulldepthError("baseline has no effect on groups: the second one, --against, is the baseline.")
+    both = [[item] if isinstance(item, str | Path | Results) else list(item) for item in (results, against)]
+    places = [[str(item) if isinstance(item, str | Path) else "A result" for item in group] for group in both]
+    labels = settings.names or groups.labels_of(places)
+    if len(labels) != len(both) or len(set(labels)) < len(both) or "" in labels:
+        raise FulldepthError(f"Two groups have two different names, got {', '.join(labels)!r}.")
+    loaded = [[_readable(item) for item in group] for group in both]
+    kind = _common_kind([*places[0], *places[1]], [*loaded[0], *loaded[1]])
+    if kind not in GROUPED:
+        raise FulldepthError(f"Groups are of training runs or measurements, got results of kind {kind}.")
+    if kind == "measure":
+        loaded = [[_last_step(item) for item in group] for group in loaded]
+    first, second = (list(zip(*pair, strict=True)) for pair in zip(places, loaded, strict=True))
+    table, entries = groups.compare_groups((first, second), labels, settings.depth, settings.claims)
+    settled = {"names": labels, "baseline": labels[1], "depth": entries["depth"], "claims": settings.claims}
+    return _results(table, settled, {"baseline": labels[1], **entries})
+
+
+def _common_kind(labels: Sequence[str], loaded: Sequence[Results]) -> str:
+    """The kind that all results have; raise if they differ."""
+    kinds = [str(one.meta["kind"]) for one in loaded]
+    if len(set(kinds)) > 1:
+        listed = ", ".join(f"{label} is {KINDS[kind]}" for label, kind in zip(labels, kinds, strict=True))
+        advice = " Measure the runs first: fulldepth measure RUN" if "training" in kinds else ""
+        raise FulldepthError(f"Results of several kinds cannot be compared: {listed}.{advice}")
+    if not kinds:
+        raise FulldepthError("A comparison needs at least two result folders.")
+    return kinds[0]
+
+
+def _results(table: pd.DataFrame, settings: dict[str, Any], entries: dict[str, Any]) -> Results:
+    """A comparison with the first entries of its document."""
+    return Results(
+        table,
+        finite({"schema_version": SCHEMA_VERSION, **provenance("comparison", settings, packages=()), **entries}),
+    )
 
 
 def _side_by_side(

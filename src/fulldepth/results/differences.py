@@ -79,7 +79,7 @@ def counterparts(
     depth: Depth,
     columns: Sequence[str] = ("value",),
 ) -> Array:
-    r"""The baseline's numbers at the depth, and at the `step` of a training run, of every row of `table`.
+    r"""The baseline's numbers at the depth of every row of `table`.
 
     With `depth="layer"`, layer l is compared with layer l. With `depth="relative"`, layer l of L corresponds to
     position :math:`l L_0 / L` of the baseline's :math:`L_0` layers: linear interpolation between layers, bilinear for
@@ -98,15 +98,14 @@ def counterparts(
     Returns:
         `[len(table), len(columns)]`; NaN where the baseline has no number at that depth.
     """
-    steps = ["step"] if "step" in table.columns else []
-    rows, base = _keyed(table, *steps), _keyed(baseline, *steps, *columns)
+    rows, base = _keyed(table), _keyed(baseline, *columns)
     # measures of pairs are symmetric and may be stored once per pair, except across two towers
     pairs = base[(base["other"] >= 0) & (base["site"] != "cross")]
     base = pd.concat([base, pairs.rename(columns={"layer": "other", "other": "layer"})])
-    base = base.drop_duplicates([*KEYS, *steps])
+    base = base.drop_duplicates(KEYS)
     first, second = (rows[name].to_numpy(np.float64) for name in ("layer", "other"))
     if depth == "relative":
-        series = ["measure", "site", "statistic", *steps]
+        series = ["measure", "site", "statistic"]
         known = base[base[list(columns)].notna().any(axis=1)].groupby(series)[["layer", "other"]].agg(["min", "max"])
         known.columns = ["first", "last", "first_other", "last_other"]
         ends = rows[series].merge(known, how="left", on=series)
@@ -125,7 +124,7 @@ def counterparts(
         weight = ((down if below else 1 - down) * across)[:, None]
         if np.isnan(weight).any() or weight.any():
             corner = rows.assign(layer=np.floor(first) + below, other=np.floor(second) + beside)
-            found = corner.merge(base, how="left", on=[*KEYS, *steps])[list(columns)].to_numpy(np.float64)
+            found = corner.merge(base, how="left", on=KEYS)[list(columns)].to_numpy(np.float64)
             result += np.where(weight == 0, 0.0, weight * found)
     return result
 

@@ -41,7 +41,8 @@ class Finding:
     no_standard_error: str | None = None
     """Reason for a missing standard error or interval, for numbers that usually have one."""
     interval: tuple[Number, Number] | None = None
-    """Ends of the 95 % interval of a step (a layer, a threshold), which has no standard error."""
+    """Ends of the 95 % interval of a step (a layer, a threshold), which has no standard error, or of a mean over
+    seeds."""
 
     def document(self) -> dict[str, Any]:
         """The JSON object: `value`, `unit` and the entries that are not None.
@@ -185,6 +186,18 @@ GENERATED = entries(
         "stats",
     ),
 )
+TEST = entries(
+    "Test",
+    (str, "name title unit claim"),
+    (Number, "value against difference bound"),
+    (Ratio, "deviation"),
+    (Share, "p p_corrected"),
+    (Interval, "interval"),
+    (many(Number), "by_seed"),
+    (Whole, "pairs"),
+    required="name title unit pairs",
+)
+"""A paired t-test over seeds of one number: means of both groups, and their difference."""
 TASK = entries(
     "Task",
     (str, "metric"),
@@ -215,7 +228,7 @@ DOCUMENT = entries(
     (str, "kind created fingerprint of depth"),
     (bool, "complete"),
     (Whole, "seed step"),
-    (Object, "versions memory sampling machine"),
+    (Object, "versions memory sampling machine training"),
     (dict[str, str | int | None], "groups"),
     (entries("Timings", (Number, "load forward total")), "timings"),
     (entries("Routers", (Whole, "of"), (many(ROUTER), "routers")), "router_tokens"),
@@ -231,6 +244,7 @@ DOCUMENT = entries(
                 *PLAN,
                 (str, "label"),
                 (bool, "baseline paired"),
+                (list[Whole], "seeds"),
                 (many(EXIT), "generation"),
             )
         ),
@@ -238,6 +252,7 @@ DOCUMENT = entries(
     ),
     (entries("Next", (str, "why command")), "next"),
     (entries("Plan", *PLAN), "plan"),
+    (many(TEST), "tests"),
     (many(entries("Refit", (str, "branch end reason"), (Number, "strength left"))), "refits"),
     (GENERATED | many(EXIT), "generation"),
 )

@@ -329,8 +329,10 @@ def contradictions(meta: Mapping[str, Any], table: pd.DataFrame, groups: pd.Data
     if kind == "comparison":
         if not meta.get("models"):
             yield "a comparison lacks the entry `models`"
-        if meta.get("of") == "training" and (meta.get("step") is None or "step" not in table.columns):
-            yield "a comparison of training runs lacks their common step"
+        if meta.get("of") == "training":
+            yield "it compares single training runs; compare groups over seeds with fulldepth compare --against"
+        if meta.get("of") == "groups" and "seed" not in table.columns:
+            yield "a comparison of groups lacks the column seed"
     elif meta.get("models") and kind != "bench":
         yield f"results of kind {one_line(kind, 60)} have the entry `models`"
     elif kind in ("measure", "training", *EXITS):

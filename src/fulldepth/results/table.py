@@ -17,12 +17,13 @@ from fulldepth.files import reading
 from fulldepth.results.document import MOST_LAYERS
 
 COLUMNS = ["measure", "site", "layer", "other", "statistic", "value", "count", "unit"]
-"""Columns of every table. A series adds `step`; a comparison adds `model`, `difference` and `difference_error`."""
+"""Columns of every table. A series adds `step`; a comparison adds `model`, `difference` and `difference_error`, one of
+groups also `seed`, `deviation`, `lower_bound`, `upper_bound` and `p`."""
 TEXT = {"measure", "site", "statistic", "unit", "model", "state", "folder"}
-REAL = {"value", "difference", "difference_error"}
+REAL = {"value", "difference", "difference_error", "deviation", "lower_bound", "upper_bound", "p"}
 WHOLE = {
     **dict.fromkeys(("layer", "other", "removed"), MOST_LAYERS),
-    **dict.fromkeys(("count", "batch", "context"), (1 << 63) - 1),
+    **dict.fromkeys(("count", "batch", "context", "seed"), (1 << 63) - 1),
     "step": 1 << 53,
 }
 """Column of whole numbers -> the largest; the smallest is 0."""
@@ -134,7 +135,7 @@ def _series(column: pa.ChunkedArray, name: str) -> pd.Series:
 
 RESIDUAL = "residual"
 """Site of the states between layers."""
-NOT_KEYS = {"measure", "statistic", "layer", "value", "count", "unit", "difference", "difference_error"}
+NOT_KEYS = {"measure", "statistic", "layer", "count", "unit", *REAL}
 """Columns that do not distinguish rows of one statistic; all others do."""
 
 

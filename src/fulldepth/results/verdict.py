@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,9 +69,7 @@ Intervals = Mapping[tuple[str, str], Interval | None]
 """(name, label) -> interval of the difference of a number that has no standard error; None = not known."""
 
 
-def headline(
-    table: pd.DataFrame, models: list[Entry], intervals: Intervals | None = None, names: Iterable[str] = NUMBERS
-) -> dict[str, Finding]:
+def headline(table: pd.DataFrame, models: list[Entry], intervals: Intervals | None = None) -> dict[str, Finding]:
     """Differences of every model from the baseline, by `name:label`.
 
     Of a model that is not comparable with the baseline, the reason is the only finding, and comes first.
@@ -80,7 +78,6 @@ def headline(
         table: the comparison's table.
         models: the entries of `meta["models"]`.
         intervals: of steps.
-        names: of `NUMBERS` to compare.
     """
     baseline, others = baseline_of(models)
     refused = {f"comparable:{model['label']}": reason for model in others if (reason := incomparable(model, baseline))}
@@ -90,7 +87,7 @@ def headline(
         if f"comparable:{model['label']}" not in refused
         for name, finding in (
             *_redundancy(table, model, baseline),
-            *_numbers(table, model, baseline, intervals or {}, names),
+            *_numbers(table, model, baseline, intervals or {}),
         )
     }
 
@@ -147,12 +144,10 @@ def _rows(table: pd.DataFrame, model: Entry, measure: str, statistic: str) -> pd
     return rows[rows.site == "residual"]
 
 
-def _numbers(
-    table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Intervals, names: Iterable[str]
-) -> Iterator[tuple[str, Finding]]:
+def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Intervals) -> Iterator[tuple[str, Finding]]:
     """Differences of the numbers that both models have."""
-    for name in names:
-        number, values = NUMBERS[name], []
+    for name, number in NUMBERS.items():
+        values = []
         for entry in (model, baseline):
             rows = _rows(table, entry, number.measure, number.statistic)
             layer = -1 if number.back is None else entry["model"]["num_layers"] - number.back

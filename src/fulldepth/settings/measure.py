@@ -13,6 +13,8 @@ TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos", "patches"
 
 SAMPLES = ("lens_tokens", "entropy_sequences", "reservoir_tokens")
 """Settings that limit a sample; None = no limit."""
+SPEED_ONLY = {"batch_size", "device", "device_map"}
+"""Settings that do not affect the results."""
 
 
 class MeasureSettings(ReadingSettings):

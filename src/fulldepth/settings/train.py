@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field
 
 from fulldepth.errors import FulldepthError
-from fulldepth.settings.layers import Settings
+from fulldepth.settings.layers import Settings, layer, read
 from fulldepth.settings.loading import Count, Length, Precision, Rate, Seed
 
 NonNegativeSteps = Annotated[int, Field(ge=0, le=10**9)]
@@ -31,6 +32,23 @@ class ModelSettings(Settings):
     image processor of a recipe that names no checkpoint, or another one, are left out."""
 
 
+SETTINGS = "settings.yaml"
+"""The file of a run folder that holds its settings."""
+MAY_DIFFER = {
+    "about",
+    "source",
+    "log_every",
+    "report_to",
+    "workers",
+    "device",
+    "keep_checkpoints",
+    "eval_every",
+    "save_every",
+    "micro_batch_size",
+    "fsdp",
+    "data.cache",
+}
+"""Settings that a resumed run may change, and in which runs of one method may differ."""
 SWITCHES = (
     "type",
     "residual",
@@ -323,3 +341,15 @@ class TrainSettings(Settings):
     def warmup_length(self) -> int:
         """Steps of linear warm-up: `warmup_steps`, else the share `warmup` of `steps`."""
         return round(self.warmup * self.steps) if self.warmup_steps is None else self.warmup_steps
+
+
+def settings_of_run(model: str | Path) -> dict[str, Any] | None:
+    """The settings of the run that trained a model: a run folder or one of its checkpoints; None for other models."""
+    place = Path(model)
+    for folder in (place, place.parent if place.name.startswith("checkpoint-") else place):
+        try:
+            if (folder / SETTINGS).is_file():
+                return layer(TrainSettings, read(folder / SETTINGS, "train")).model_dump(mode="json")
+        except (FulldepthError, OSError):  # a file of another program
+            continue
+    return None

@@ -38,11 +38,11 @@ from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
 from fulldepth.settings import Settings, layer, read
 from fulldepth.settings.keywords import with_progress
-from fulldepth.settings.train import TrainSettings
+from fulldepth.settings.train import MAY_DIFFER, SETTINGS, TrainSettings
 from fulldepth.training.lora import ADAPTERS
 from fulldepth.training.model import TOKEN_IDS
 
-SETTINGS, TOKENIZER = "settings.yaml", "tokenizer"
+TOKENIZER = "tokenizer"
 KIND = "training"
 """`kind` in the metadata of a run's results."""
 OF_OTHERS = (
@@ -57,21 +57,6 @@ OF_OTHERS = (
 """Patterns of files from other commands."""
 OF_RUNS = (DOCUMENT, TABLE, PAGE, "checkpoint-*", TOKENIZER)
 """Patterns of files of a run; without its settings they are something else."""
-MAY_DIFFER = {
-    "about",
-    "source",
-    "log_every",
-    "report_to",
-    "workers",
-    "device",
-    "keep_checkpoints",
-    "eval_every",
-    "save_every",
-    "micro_batch_size",
-    "fsdp",
-    "data.cache",
-}
-"""Settings that a resumed run may change."""
 RECORD = "record.parquet"
 """File in a checkpoint: the rows of the run's results up to its step."""
 NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype", *TOKEN_IDS}

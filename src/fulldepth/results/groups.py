@@ -1,0 +1,399 @@
+"""Compares two groups of results over seeds: paired differences with Student's t-test, for every number of the table.
+
+The unit is a trained model. Two results with the same seed make a pair, because they share the order of the data and,
+where shapes allow, the first weights. See `uncertainty.paired_test` for the formulas.
+
+Source: "JREG: final-layer jumps", App. G, Tables 13, 14 and 18.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.results import verdict
+from fulldepth.results.differences import Depth, counterparts, depth_of
+from fulldepth.results.document import Finding
+from fulldepth.results.folder import Results
+from fulldepth.results.pages import names
+from fulldepth.results.table import COLUMNS
+from fulldepth.results.verdict import Entry, Number
+from fulldepth.settings.measure import SPEED_ONLY
+from fulldepth.settings.train import MAY_DIFFER
+from fulldepth.thresholds import BUSY
+from fulldepth.uncertainty import holm, paired_test, quantile
+
+FEWEST_PAIRS, SURE = 2, 5
+"""Pairs of a test, and of one that is not called an indication."""
+LEVEL = 0.05
+"""p below which a claim holds."""
+WINDOWED = ("train_loss", "penalty", "throughput")
+"""Means since the previous evaluation: comparable only if that evaluation was at the same step."""
+COSTS = ("elapsed", "throughput", "peak_memory")
+"""Measures of a run that depend on what else the machine does."""
+NUMBERS = {
+    "validation_loss": Number("Validation loss", "validation_loss", "mean", None),
+    "train_loss": Number("Training loss", "train_loss", "mean", None),
+    **verdict.NUMBERS,
+    "elapsed": Number("Training time", "elapsed", "value", None),
+    "peak_memory": Number("Peak memory", "peak_memory", "value", None),
+}
+"""Numbers of the headline, of those that the results have."""
+NOT_COMPARABLE = (
+    verdict.DATA,
+    ("the tokenizers differ", "settings", "tokenizer"),
+    ("the sequence lengths differ", "settings", "sequence_length"),
+    ("the numbers of validation targets differ", "", "targets"),
+)
+"""Differences that make two training runs incomparable, see `verdict.unlike`."""
+OTHER_REASONS = (
+    ("the batch sizes differ", "settings", "global_batch_size"),
+    ("the learning-rate schedules are of different length", "settings", "steps"),
+    *verdict.OTHER_REASONS,
+    *((f"the versions of {package} differ", "versions", package) for package in ("torch", "transformers")),
+)
+"""Other differences that affect the numbers."""
+
+
+class Member(NamedTuple):
+    """One result of a group."""
+
+    place: str
+    """Its folder, for messages."""
+    seed: int
+    settings: dict[str, Any]
+    """What may not differ within a group, by dotted name."""
+    results: Results
+
+
+def compare_groups(
+    groups: tuple[Sequence[tuple[str, Results]], Sequence[tuple[str, Results]]],
+    labels: Sequence[str],
+    depth: Depth | None,
+    claims: Mapping[str, str],
+) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Compare the first group with the second one.
+
+    Args:
+        groups: folder and results of each member: training runs, or measurements of the models that they gave.
+        labels: of both groups.
+        depth: how layers are aligned, see `fulldepth.results.differences.counterparts`; None = by their number if
+            depths are equal.
+        claims: number of the headline -> claimed sign of its difference.
+
+    Returns:
+        The table: the rows of every member with its `seed`, those of the first group with their `difference` from the
+        member of the same seed; and without a seed a row for each number, with the mean of the first group, the mean
+        `difference`, its standard error `difference_error`, the sample standard `deviation`, both one-sided 95 % bounds
+        and the two-sided `p`; `count` is the number of pairs. And the entries of the document.
+
+    Raises:
+        FulldepthError: for a member without a seed or with the seed or other settings of another one, fewer than two
+            pairs, runs without a common step, results that are not comparable, or a claim on an unknown number.
+    """
+    own, base = ({one.seed: one for one in _members(group)} for group in groups)
+    seeds = sorted(own.keys() & base.keys())
+    if len(seeds) < FEWEST_PAIRS:
+        both = zip(labels, (own, base), strict=True)
+        listed = "; ".join(f"{label} has {one_line(sorted(group), 100)}" for label, group in both)
+        raise FulldepthError(
+            f"A comparison of groups needs {FEWEST_PAIRS} pairs of results with the same seed, got {len(seeds)} "
+            f"(seeds: {listed}). Train each method with the same seeds: fulldepth train RECIPE seed=1 --output A/seed-1"
+        )
+    lines = [
+        f"{label}: seed {seed} has no counterpart and is left out ({one_line(group[seed].place, 200)})."
+        for label, group, other in ((labels[0], own, base), (labels[1], base, own))
+        for seed in sorted(group.keys() - other.keys())
+    ]
+    pairs = [(own[seed], base[seed]) for seed in seeds]
+    members = [one for pair in pairs for one in pair]
+    depths = [depth_of(group[seeds[0]].results) for group in (own, base)]
+    depth = depth or ("layer" if depths[0] == depths[1] else "relative")
+    kind = str(members[0].results.meta["kind"])
+    entries = [[_entry(label, one) for label, one in zip(labels, pair, strict=True)] for pair in pairs]
+    lines += _reasons(entries, kind)
+    step, tables = _tables(members, labels)
+    if step is not None:
+        lines += _notes_on_runs(members, step)
+    rows = []
+    for index, seed in enumerate(seeds):
+        first, second = tables[2 * index : 2 * index + 2]
+        paired = counterparts(first, depths[0], second, depths[1], depth)[:, 0]
+        rows.append(first.assign(model=labels[0], seed=seed, difference=first["value"] - paired, against=paired))
+        rows.append(second.assign(model=labels[1], seed=seed, difference=float("nan")))
+    every = pd.concat(rows, ignore_index=True).astype({"seed": "Int64"})
+    tests = _tests(every[every["model"] == labels[0]])
+    found = list(_headline(tests, depths[0], labels, claims))
+    headline = {test["name"]: finding for test, finding in found} | dict(_redundancy(tests, labels))
+    remarks: dict[str, list[str]] = {}
+    for one in members:
+        incomplete = [] if one.results.meta.get("complete", True) else ["it is not complete."]
+        for text in [*incomplete, *(one.results.meta.get("warnings") or [])]:
+            remarks.setdefault(text, []).append(one_line(one.place, 200))
+    for text, (first_place, *others) in remarks.items():
+        lines.append(f"{first_place}{f' and {len(others)} others' if others else ''}: {text}")
+    table = pd.concat([every, tests], ignore_index=True).drop(columns=["against", "by_seed"])
+    models = [
+        {**{name: value for name, value in entry.items() if name != "label"}, "label": label, "seeds": seeds}
+        for label, entry in zip(labels, entries[0], strict=True)
+    ]
+    document = {
+        "of": "groups",
+        "groups_of": kind,
+        "depth": depth,
+        "models": [{**models[0], "baseline": False}, {**models[1], "baseline": True}],
+        "tests": [test for test, _ in found],
+        "headline": headline,
+        "warnings": lines,
+    }
+    return table, document if step is None else document | {"step": step}
+
+
+def labels_of(groups: Sequence[Sequence[str | Path]]) -> list[str]:
+    """Labels of groups of folders: the beginning that the paths of a group share, without the word `seed`."""
+    shared = [commonprefix([str(Path(folder).resolve()) for folder in group]) for group in groups]  # noqa: RUF071
+    return names([Path(re.sub(r"[\W_]*(seed)?[\W_]*\d*$", "", text) or "group") for text in shared])
+
+
+def _members(group: Sequence[tuple[str, Results]]) -> Iterator[Member]:
+    """The results of a group with their seeds.
+
+    Raises:
+        FulldepthError: if one has no seed, or two have the same, or differ in other settings.
+    """
+    seen: dict[int, Member] = {}
+    for place, results in group:
+        settings = results.meta.get("settings") or {}
+        training = settings if results.meta["kind"] == "training" else results.meta.get("training") or {}
+        seed = training.get("seed")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise FulldepthError(
+                f"{place} does not state the seed that its model was trained with. Groups hold runs of fulldepth "
+                "train, or measurements of their folders that this version of fulldepth measure wrote."
+            )
+        fixed = {name: value for name, value in _flat(training).items() if name not in MAY_DIFFER | {"seed"}}
+        if training is not settings:
+            measured = {name: value for name, value in _flat(settings).items() if name not in SPEED_ONLY}
+            fixed = {f"training.{name}": value for name, value in fixed.items()} | measured
+        member = Member(place, seed, fixed, results)
+        if seed in seen:
+            raise FulldepthError(f"{place} and {seen[seed].place} have the same seed, {seed}. Leave one of them out.")
+        first = next(iter(seen.values()), member)
+        different = [name for name in fixed | first.settings if fixed.get(name) != first.settings.get(name)]
+        if different:
+            listed = [f"{name} is {fixed.get(name)} and {first.settings.get(name)}" for name in different]
+            raise FulldepthError(
+                f"{place} and {first.place} are in one group and differ in more than the seed: "
+                f"{one_line('; '.join(listed), 300)}."
+            )
+        seen[seed] = member
+        yield member
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {f"{prefix}{name}": value}
+    return flat
+
+
+def _entry(label: str, member: Member) -> Entry:
+    """Entry of a member in the terms of `verdict.unlike`."""
+    meta = member.results.meta
+    losses = _rows(member.results.table, "validation_loss")["count"].dropna()
+    parts = ("model", "data", "settings", "versions", "token_policy", "sampling")
+    stated = {part: meta.get(part) or {} for part in parts}
+    about = {
+        "training": meta.get("training"),
+        "recipe": meta.get("recipe"),
+        "targets": int(losses.iloc[-1]) if len(losses) else None,
+    }
+    return {"label": f"{label}, seed {member.seed}", "run": {"seed": meta.get("seed")}, **stated, **about}
+
+
+def _reasons(pairs: list[list[Entry]], kind: str) -> list[str]:
+    """Other reasons for small differences, of the first two results that have one.
+
+    The data of runs with different seeds differ, because the seed draws the held-out documents; their settings agree.
+
+    Raises:
+        FulldepthError: if a pair, or two measurements of one group, are not comparable.
+    """
+    firsts, lines = pairs[0], []
+    for first, second in pairs:
+        for one, other in ((first, second), (first, firsts[0]), (second, firsts[1])):
+            finding = verdict.incomparable(one, other) if kind == "measure" else None
+            if kind == "training" and one is first and other is second:
+                finding = verdict.refusal(one, other, NOT_COMPARABLE)
+            if finding is not None:
+                raise FulldepthError(str(finding.sentence))
+            if reasons := verdict.unlike(one, other, OTHER_REASONS, where_stated=True):
+                labels = f"{one['label']} and {other['label']}"
+                lines.append(f"{labels}: a small difference may have other reasons than the methods: {reasons}.")
+    return [*lines[:1], *verdict.depth_warning(*firsts)]
+
+
+def _rows(table: pd.DataFrame, measure: str) -> pd.DataFrame:
+    """The finite rows of a measure."""
+    return table[(table["measure"] == measure) & np.isfinite(table["value"])]
+
+
+def _tables(members: list[Member], labels: Sequence[str]) -> tuple[int | None, list[pd.DataFrame]]:
+    """The last common step of runs, and the table of every member at it; step None and whole tables of measurements.
+
+    Raises:
+        FulldepthError: if runs have no evaluated step in common.
+    """
+    if members[0].results.meta["kind"] != "training":
+        return None, [member.results.table[COLUMNS] for member in members]
+    evaluated = [{int(step) for step in _rows(member.results.table, "validation_loss")["step"]} for member in members]
+    common = set.intersection(*evaluated)
+    if not common:
+        listed = "; ".join(
+            f"{one_line(member.place, 100)}: {one_line(sorted(steps), 60)}"
+            for member, steps in zip(members[:2], evaluated, strict=False)
+        )
+        raise FulldepthError(f"The runs of {' and '.join(labels)} have no evaluated step in common ({listed}).")
+    step = max(common)
+    before = {max((earlier for earlier in steps if earlier < step), default=-1) for steps in evaluated}
+    left_out = {"other_load", "learning_rate", *(WINDOWED if len(before) > 1 else ())}
+    left_out |= {*COSTS} if any(_busy(member, step) for member in members) else set()
+    tables = [member.results.table for member in members]
+    return step, [
+        table[(table["step"] == step) & ~table["measure"].isin(left_out)][COLUMNS].reset_index(drop=True)
+        for table in tables
+    ]
+
+
+def _busy(member: Member, step: int) -> str:
+    """Why the costs of a run cannot be compared; empty if other programs hardly used the machine."""
+    loads = _rows(member.results.table, "other_load")
+    load = loads[loads["step"] <= step]["value"].max()
+    if pd.isna(load):
+        return f"it is not recorded how busy the machine of {one_line(member.place, 100)} was"
+    return f"other programs used {load:.0%} of the CPU during {one_line(member.place, 100)}" if load > BUSY else ""
+
+
+def _notes_on_runs(members: list[Member], step: int) -> list[str]:
+    """Notes on the common step, and on costs that are not compared."""
+    lines = ["The only evaluated step that all runs have is 0, before training."] if step == 0 else []
+    if further := [one.place for one in members if one.results.table["step"].max() > step]:
+        lines.append(f"{one_line(', '.join(further), 300)}: trained past step {step:,}, the last that all runs have.")
+    if busy := next(filter(None, (_busy(one, step) for one in members)), ""):
+        lines.append(f"Time and memory are not compared, because {busy}.")
+    return lines
+
+
+def _tests(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row for each number of the tested group; numbers that not every pair has are left out."""
+    pairs = rows["seed"].nunique()
+    keys = rows.groupby(["measure", "site", "layer", "other", "statistic", "unit"], dropna=False, sort=False)
+    rows = rows.assign(key=keys.ngroup())
+    rows = rows[np.isfinite(rows["difference"])]
+    rows = rows[rows.groupby("key")["key"].transform("size") == pairs].sort_values(["key", "seed"], kind="stable")
+    differences, own, other = (
+        rows[name].to_numpy(np.float64).reshape(-1, pairs).T for name in ("difference", "value", "against")
+    )  # [pairs, numbers] each
+    test = paired_test(differences)
+    return rows.iloc[::pairs][[*COLUMNS, "model"]].assign(
+        value=own.mean(0),
+        count=pd.array(test.pairs, dtype="Int64"),
+        seed=pd.array([pd.NA] * len(test.pairs), dtype="Int64"),
+        difference=test.mean,
+        difference_error=test.error,
+        deviation=test.deviation,
+        lower_bound=test.end(0.05),
+        upper_bound=test.end(0.95),
+        p=test.p(),
+        against=other.mean(0),
+        by_seed=pd.Series(differences.T.tolist(), dtype=object).to_numpy(),
+    )
+
+
+def _headline(
+    tests: pd.DataFrame, layers: int, labels: Sequence[str], claims: Mapping[str, str]
+) -> Iterator[tuple[dict[str, Any], Finding]]:
+    """Entry in `tests` and finding of each number of the headline.
+
+    Raises:
+        FulldepthError: for a claim on a number that the results do not have.
+    """
+    chosen = {}
+    for name, number in NUMBERS.items():
+        rows = tests[(tests["measure"] == number.measure) & (tests["statistic"] == number.statistic)]
+        layer = -1 if number.back is None else layers - number.back
+        rows = rows[rows["site"].isin(["residual", "model"]) & (rows["layer"].fillna(-1) == layer)]
+        if len(rows):
+            chosen[name] = rows.iloc[0]
+    for name in claims:
+        if name not in chosen:
+            raise unknown("number in claims", name, chosen)
+    one_sided = {}
+    for name, sign in claims.items():
+        p, as_claimed = chosen[name]["p"], (chosen[name]["difference"] > 0) == (sign == "greater")
+        one_sided[name] = p / 2 if as_claimed else 1 - p / 2
+    corrected = dict(zip(one_sided, holm([*one_sided.values()]), strict=True))
+    for name, row in chosen.items():
+        reach = quantile(int(row["count"])) * row["difference_error"]
+        test: dict[str, Any] = {
+            "name": name,
+            "title": NUMBERS[name].title,
+            "unit": str(row["unit"]),
+            **{key: float(row[key]) for key in ("value", "against", "difference", "deviation", "p")},
+            "pairs": int(row["count"]),
+            "by_seed": row["by_seed"],
+            "interval": [float(row["difference"] - reach), float(row["difference"] + reach)],
+        }
+        if claim := claims.get(name):
+            bound = row["lower_bound"] if claim == "greater" else -row["upper_bound"]
+            test |= {"claim": claim, "bound": float(bound), "p": one_sided[name], "p_corrected": corrected[name]}
+        low, high = test["interval"]
+        yield test, Finding(test["difference"], test["unit"], _sentence(test, labels), interval=(low, high))
+
+
+def _sentence(test: Mapping[str, Any], labels: Sequence[str]) -> str:
+    """What the test of a number says. A difference whose interval holds 0 is not called one."""
+    unit = "" if test["unit"] == "1" else f" {test['unit']}"
+    low, high = test["interval"]
+    spread = f"{test['difference']:+.3g} ± {test['deviation']:.2g} (standard deviation)"
+    p, sign = f"p = {test['p']:.2g}", test.get("claim")
+    if not test["deviation"]:
+        same = f"difference {test['difference']:+.3g}, the same for every seed"
+        found = same if test["difference"] else "no difference"
+    elif sign and test["p_corrected"] < LEVEL:
+        found = f"{sign} as claimed: {spread}, by at least {test['bound']:.2g} (95 % bound), one-sided {p}"
+    elif sign and (high < 0 if sign == "greater" else low > 0):
+        found = f"against the claim ({sign}): {spread}, 95 % interval {low:+.3g} to {high:+.3g}"
+    elif sign:
+        p = f"one-sided p = {test['p_corrected']:.2g} of all claims"
+        found = f"no measurable difference (95 % interval {low:+.3g} to {high:+.3g}, {p})"
+    elif low <= 0 <= high:
+        found = f"no measurable difference (95 % interval {low:+.3g} to {high:+.3g}, {p})"
+    else:
+        found = f"difference {spread}, 95 % interval {low:+.3g} to {high:+.3g}, {p}"
+    seeds = f"{test['pairs']} seeds" + " (an indication)" * (test["pairs"] < SURE)
+    return (
+        f"{test['title']}: {test['value']:.4g}{unit} in {labels[0]} against {test['against']:.4g}{unit} in "
+        f"{labels[1]}, {seeds}: {found}."
+    )
+
+
+def _redundancy(tests: pd.DataFrame, labels: Sequence[str]) -> Iterator[tuple[str, Finding]]:
+    """The redundancy change (JREG, Eq. 7): at how many layers displacement differs, after Holm's correction."""
+    rows = tests[(tests["measure"] == "displacement") & (tests["statistic"] == "mean") & (tests["site"] == "residual")]
+    if len(rows):
+        change, layers = rows["difference"].to_numpy(np.float64), len(rows)
+        differs = holm(rows["p"]) < LEVEL
+        larger, smaller = (int((differs & side).sum()) for side in (change > 0, change < 0))
+        text = f"larger in {labels[0]} than in {labels[1]} at {larger} of {layers} layers and smaller at {smaller}"
+        if not differs.any():
+            text = f"no measurable difference between {labels[0]} and {labels[1]} at any of {layers} layers"
+        yield "redundancy_change", Finding(float(np.median(change)), "1", f"Displacement: {text} (over seeds).")
