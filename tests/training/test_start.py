@@ -25,7 +25,7 @@ SMALL = ["steps=1", "eval_every=1", "save_every=1", "global_batch_size=2", "sequ
 
 @pytest.fixture
 def start(tmp_path):
-    """`start(flag, name)`: a model of another width than any recipe, with an output layer of its own and a tokenizer."""
+    """`start(flag, name)`: a model of another width than any recipe, with its own output layer, and a tokenizer."""
 
     def save(flag, name="llama"):
         model = tiny_models.build(name)
