@@ -116,6 +116,30 @@ def test_reasoning_is_scored_after_the_prompt_of_generation(template, shown):
     assert encode_prompt(thinking, TALK[1:2]) == before
 
 
+@pytest.mark.parametrize("closed", ["<think>\n</think>\n", "</think>"])
+@pytest.mark.parametrize(
+    "history", [CHAT, CHAT.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")]
+)
+def test_answers_follow_reasoning_that_the_template_switches_off(history, closed):
+    """Templates that open each answer with closed reasoning, which finished answers lack, as DeepSeek's and Qwen's."""
+    silent = tokenizer(history.replace("<assistant>{% endif %}", f"<assistant>{closed}{{% endif %}}"))
+    before = silent.apply_chat_template(TALK[1:2], add_generation_prompt=True)["input_ids"]
+    assert NO_THINK in before
+    expected = ([*before, *ids(3), EOS], [NO] * len(before) + [*ids(3), EOS])
+    assert listed(both(read_examples([{"messages": TALK[1:3]}] * 2, silent, 64))) == [expected] * 2
+
+
+@pytest.mark.parametrize("generated", [False, None])
+def test_an_end_of_turn_that_is_not_the_eos_token_ends_the_response(generated):
+    """Generation stops there (Gemma's `<end_of_turn>`, Llama's `<|eot_id|>`): the line after it has no loss."""
+    chat = tokenizer(CHAT)
+    chat.eos_token = "[PAD]"
+    row = {"prompt": TALK[1:2], "response": TALK[2:3], "cut_off": generated}
+    assert [example.input_ids.tolist()[-2:] for example in both(read_examples([row] * 2, chat, 64))] == [
+        [*ids(3), EOS]
+    ] * 2
+
+
 @pytest.mark.parametrize("cut_off", [True, False])
 def test_generated_responses_are_scored_as_they_are(cut_off):
     """White space and an unfinished thought included; fine-tuning leaves those out that were cut off."""

@@ -6,7 +6,7 @@ import pytest
 import transformers as tf
 
 import fulldepth
-from fulldepth import exit
+from fulldepth import exit, skip
 from fulldepth.hf import load_checkpoint
 from fulldepth.skip.exports.export import export
 from json_files import read_json, write_json
@@ -31,6 +31,12 @@ def test_a_measurement_is_the_same(asking, tmp_path):
     options = {"measures": ["displacement", "lens_loss"]}
     plain = fulldepth.measure(checkpoint(tmp_path / "plain"), TEXTS, **options)
     assert fulldepth.measure(asking[0], TEXTS, **options).table.equals(plain.table)
+
+
+def test_a_search_is_the_same(asking, tmp_path):
+    rows = [{"text": f"w{n} w{n + 1} w{n + 2} w{n + 3}"} for n in range(20)]
+    plain = skip.search(checkpoint(tmp_path / "plain"), rows, 1, max_sequences=10)
+    assert skip.search(asking[0], rows, 1, max_sequences=10).losses == plain.losses
 
 
 @pytest.mark.slow

@@ -244,6 +244,13 @@ def test_an_adapter_without_a_model_is_refused_with_the_commands_that_merge_it(s
     merged = load_checkpoint(tmp_path / "adapter-merged").model
     assert tiny_models.same_weights(merged, tuned.merge_and_unload())
     assert load_tokenizer(str(tmp_path / "adapter-merged")).get_vocab() == word_tokenizer.VOCABULARY
+    word_tokenizer.tokenizer().save_pretrained(tmp_path / "adapter")  # its own, which may have more tokens
+    with refused(f"from transformers .*from_pretrained.'{tmp_path}/adapter'"):
+        load_checkpoint(tmp_path / "adapter")
+    notes = tmp_path / "adapter" / "adapter_config.json"
+    write_json(notes, read_json(notes) | {"base_model_name_or_path": None})
+    with refused("does not name the model that it changes"):
+        load_checkpoint(tmp_path / "adapter")
 
 
 def test_whole_numbers_and_large_ones_that_cost_nothing_are_fine(tmp_path):

@@ -12,11 +12,13 @@ from torch.testing import assert_close
 import tiny_models
 from families import zoo
 from fulldepth.execution import find_anatomy
+from fulldepth.exit import export_layers
 from fulldepth.hf import Switches, anatomy_candidates, truncated
 from fulldepth.skip.exports.formats import FORMATS, check_format
 from fulldepth.skip.search import search
 from refusals import refused
 from skip import planned
+from skip.word_tokenizer import tokenizer
 
 
 @torch.no_grad()
@@ -86,6 +88,16 @@ def test_layers_that_were_removed_by_hand_are_refused_with_both_numbers(name, tm
         with refused(r"has [12] layers in \S+, and its configuration makes 3"):
             writes()
         anatomy.block_list.append(anatomy.block_list[0])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_layers_that_are_one_module_are_refused_before_anything_is_written(name, tmp_path):
+    model = tiny_models.build(name)
+    blocks = find_anatomy(model).block_list
+    blocks[1] = blocks[0]
+    with refused("its layers share modules"):
+        export_layers(model, tmp_path / "made", layers=2, tokenizer=tokenizer())
+    assert not (tmp_path / "made").exists()
 
 
 def apply(plan, model, folder):

@@ -46,6 +46,8 @@ def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_mi
     assert results.meta["plan"] == plan.document()
     assert_frame_equal(results.table, again.table)
     assert results.headline == again.headline
+    advised = results.meta["next"]["command"].split()
+    assert advised[3:7] == [str(out), checkpoint, "--data", data]  # runs as it stands
     assert results.meta["settings"] == SETTINGS.model_dump()
     base = plain.loss(build("llama"), read_examples(data, tokenizer(), 64).heldout, (), "attention")
     first = results.table.iloc[0]

@@ -25,10 +25,10 @@ SMALL = ["steps=1", "eval_every=1", "save_every=1", "global_batch_size=2", "sequ
 
 @pytest.fixture
 def start(tmp_path):
-    """`start(flag)`: a model of another width than any recipe, whose output layer is its own, with its tokenizer."""
+    """`start(flag, name)`: a model of another width than any recipe, with its own output layer, and a tokenizer."""
 
-    def save(flag):
-        model = tiny_models.build("llama")
+    def save(flag, name="llama"):
+        model = tiny_models.build(name)
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
         model.save_pretrained(tmp_path / "start")
         tokenizer().save_pretrained(tmp_path / "start")
@@ -76,6 +76,19 @@ def test_a_run_starts_from_the_checkpoint_as_it_is(start, tmp_path, recipe, flag
         logits = model(input_ids=batches[0]["input_ids"]).logits[:, :-1]
     loss = F.cross_entropy(logits.flatten(0, 1).double(), batches[0]["labels"][:, 1:].flatten())
     assert results.values("validation_loss", "mean")[0] == pytest.approx(float(loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2"])
+def test_an_output_layer_is_found_by_its_name_in_the_file(start, tmp_path, name):
+    """GPT-NeoX stores it as `embed_out.weight`."""
+    folder = start(True, name)
+    results = run_from(folder, "tiny-llama", tmp_path)
+    last = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-1")
+    assert last.config.tie_word_embeddings is False
+    assert any("tie_word_embeddings" in line for line in results.meta["warnings"])
+    weight = tf.AutoModelForCausalLM.from_pretrained(folder).lm_head.weight
+    torch.testing.assert_close(last.lm_head.weight, weight, rtol=0, atol=0.05)  # one step away
+    assert not torch.allclose(last.get_input_embeddings().weight, weight, rtol=0, atol=0.05)
 
 
 def test_an_output_layer_of_its_own_is_not_dropped_on_request(start, tmp_path):

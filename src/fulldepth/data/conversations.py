@@ -33,6 +33,10 @@ EXPECTED = " or ".join([*CHAT_COLUMNS, *(" + ".join(pair) for pair in PROMPT_COL
 CUT_OFF = "cut_off"
 """Column of responses that a model generated, which are scored as they are: true where a limit of the length ended the
 response, so that its end is no end; false where the model ended it."""
+PROBE = "fulldepth-response"
+"""A response that no chat template rewrites."""
+CLOSED = re.compile(r"(</|\[/)[^<>\[\]]*[>\]]\Z|<[^<>|]+\|>\Z")
+"""The end of a mark that closes what it opens: `<think></think>`, `</think>`, `<|channel>thought<channel|>`."""
 CHUNK = 1000
 """Rows held as Python objects before they are converted to Arrow."""
 
@@ -243,17 +247,18 @@ def encode_pair(
     else:
         text = _answer(tokenizer, prompt, response, opening, where)
     answer = plain_ids(tokenizer, text)
-    if not cut_off and tokenizer.eos_token_id in answer:  # generation stops there, before white space
-        last = len(answer) - answer[::-1].index(tokenizer.eos_token_id)
-        answer = answer if tokenizer.decode(answer[last:]).strip() else answer[:last]
+    if not cut_off:  # generation stops at the end-of-turn token, which need not be `eos_token`, before white space
+        last = next((n for n in range(len(answer), 0, -1) if tokenizer.decode(answer[n - 1]).strip()), 0)
+        end = answer[last - 1 : last]
+        if end == [tokenizer.eos_token_id] or not tokenizer.decode(end, skip_special_tokens=True):
+            answer = answer[:last]
     return plain_ids(tokenizer, opening), answer, []
 
 
 def _answer(tokenizer: Any, prompt: list[Message], response: Message, opening: str, where: str) -> str:
     """The text after `opening`, the generation prompt, of a response that was not generated; as `encode_pair`."""
     full = _render(tokenizer, [*prompt, response], where, answer=False)
-    pairs = enumerate(zip(opening, full, strict=False))
-    start = next((i for i, (a, b) in pairs if a != b), min(len(opening), len(full)))
+    start = _common(opening, full)
     content = response["content"].strip()
     if start == len(opening):
         written, before, text = ("".join(part.split()) for part in (full, opening, content))
@@ -264,9 +269,11 @@ def _answer(tokenizer: Any, prompt: list[Message], response: Message, opening: s
             f"{where}: the tokenizer's chat template writes the prompt differently once a response follows, so it "
             "is not known where the response begins. Use another chat template, or prompt and response as text."
         )
-    mark = opening[start:].strip()  # such as <think>
+    mark = opening[_common(opening, _probed(tokenizer, prompt, response, where)) :].strip()  # such as <think>
     close = mark[:1] + "/" + mark[1:]
-    if mark and content.startswith(mark):
+    if CLOSED.search(mark):  # the answer follows reasoning that is switched off
+        content = response["content"]
+    elif mark and content.startswith(mark):
         content = content[len(mark) :].lstrip() if opening[-1].isspace() else content[len(mark) :]
     elif mark and close not in content:
         raise FulldepthError(
@@ -279,11 +286,21 @@ def _answer(tokenizer: Any, prompt: list[Message], response: Message, opening: s
 
 def _end_of_turn(tokenizer: Any, prompt: list[Message], response: Message, where: str) -> str:
     """What the chat template writes after a response."""
-    probe = "fulldepth-response"
-    full = _render(tokenizer, [*prompt, {**response, "content": probe}], where, answer=False)
-    if probe not in full:
+    full = _probed(tokenizer, prompt, response, where)
+    if PROBE not in full:
         raise FulldepthError(f"{where}: the chat template rewrites the response, so its end is not known.")
-    return full[full.rfind(probe) + len(probe) :]
+    return full[full.rfind(PROBE) + len(PROBE) :]
+
+
+def _probed(tokenizer: Any, prompt: list[Message], response: Message, where: str) -> str:
+    """The rendered messages with `PROBE` as the response."""
+    return _render(tokenizer, [*prompt, {**response, "content": PROBE}], where, answer=False)
+
+
+def _common(first: str, second: str) -> int:
+    """The number of characters with which both texts begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def reasoning_mark(tokenizer: Any) -> str:

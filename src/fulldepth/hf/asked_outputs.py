@@ -61,12 +61,13 @@ def restore_outputs(asked: Asked, folder: Path) -> list[str]:
 
 
 def check_outputs(model: PreTrainedModel) -> None:
-    """Refuse a model that was passed in and gives tuples, which would have to be changed.
+    """Refuse a model that was passed in and gives tuples, which would have to be changed; those that were loaded here
+    give none.
 
     Raises:
         FulldepthError: with the entry to set.
     """
-    if any(name == "return_dict" for _, name in asked_outputs(model)):
+    if not all(getattr(config, "return_dict", True) for config in _parts(model.config).values()):
         raise FulldepthError(
             "The model's configuration has return_dict=False: it gives tuples without names. Set "
             "model.config.return_dict = True."

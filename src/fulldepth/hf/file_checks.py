@@ -310,7 +310,13 @@ def refuse_adapter(where: str, revision: str | None = None) -> None:
     if (path := locate(where, ADAPTER, revision)) is None:
         return
     settings = _read_object(path)
-    base = one_line(str(settings.get("base_model_name_or_path")), 200)
+    if not (stated := settings.get("base_model_name_or_path")):
+        raise FulldepthError(
+            f"{where} holds an adapter and no model, and {path} does not name the model that it changes "
+            "(base_model_name_or_path). Merge them where both are loaded (merge_and_unload of peft)."
+        )
+    base = one_line(str(stated), 200)
+    texts = where if locate(where, "tokenizer_config.json", revision) else base  # with tokens that training added
     suffix = {"SEQ_CLS": "ForSequenceClassification", "SEQ_2_SEQ_LM": "ForSeq2SeqLM"}.get(
         str(settings.get("task_type")), "ForCausalLM"
     )
@@ -320,7 +326,7 @@ def refuse_adapter(where: str, revision: str | None = None) -> None:
         f'python -c "from peft import AutoPeftModel{suffix} as A; '
         f'A.from_pretrained({where!r}).merge_and_unload().save_pretrained({target!r})"\n'
         f'python -c "from transformers import AutoTokenizer as A; '
-        f'A.from_pretrained({base!r}).save_pretrained({target!r})"'
+        f'A.from_pretrained({texts!r}).save_pretrained({target!r})"'
     )
 
 

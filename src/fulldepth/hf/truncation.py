@@ -87,10 +87,11 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
     if not 1 <= layers <= anatomy.num_layers:
         raise _refusal(anatomy, remaining, f"it has {anatomy.num_layers} layers")
     check_depth(anatomy)
-    whole, order = anatomy.model, anatomy.order
+    whole, order, first = anatomy.model, anatomy.order, [*anatomy.block_list][:layers]
     obstacles = {
         "it is an encoder-decoder": bool(getattr(whole.config, "is_encoder_decoder", False)),
-        "its layers share modules": bool(order) and order != tuple(range(len(anatomy.block_list))),
+        "its layers share modules": (bool(order) and order != tuple(range(len(anatomy.block_list))))
+        or len({*first}) < len(first),  # a checkpoint holds no module twice
         "some of its weights are offloaded; load it without a device map": is_offloaded(whole),
         "its weights are sharded": uses_fsdp(whole),
         "functions of its modules are replaced (switches in use); restore them first": any(

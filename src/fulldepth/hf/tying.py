@@ -10,6 +10,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from fulldepth.hf.file_checks import check_model_files, locate
 from fulldepth.hf.gguf import find_gguf, packaged
@@ -84,14 +86,16 @@ def stores_apart(checkpoint: str, model: PreTrainedModel) -> bool:
     if not (ties := stated_ties(model)) or find_gguf(where) is not None:  # a GGUF file states what it holds
         return False
     stored = check_model_files(where).files
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    expected = model.state_dict()  # GPT-NeoX stores its `lm_head.weight` as `embed_out.weight`
+    keys = {rename_source_key(key, renamings, [], model.base_model_prefix, expected)[0]: key for key in stored}
 
     def read(name: str) -> Any:
-        own = [key for key in stored if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")]
-        path = locate(where, stored[own[0]]) if len(own) == 1 else None
+        path = locate(where, stored[keys[name]]) if name in keys else None
         if path is None:
             return None
         with safe_open(path, framework="pt") as file:
-            return file.get_tensor(own[0])
+            return file.get_tensor(keys[name])
 
     for target, source in ties.items():
         one, other = read(target), read(source)

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pandas as pd
 
@@ -29,8 +30,12 @@ FIFTH = 5
 UNKNOWN = "A plan keeps no losses of single documents; fulldepth skip bench --heldout states the error."
 
 
-def outcome(plan: Plan, problem: SearchProblem, folder: Path | None = None) -> Results:
-    """A plan as results; `problem` has the held-out data that it was scored with, `folder` is where the plan is."""
+def outcome(
+    plan: Plan, problem: SearchProblem, folder: Path | None = None, data: Any = None, heldout: Any = None
+) -> Results:
+    """A plan as results; `problem` has the held-out data that it was scored with, `folder` is where the plan is, `data`
+    and `heldout` what the search was given, which the advice on the next command repeats where they are names.
+    """
     count, tokens = len(plan.blocks), sum(example.predicted for example in problem.examples.heldout)
     kept, noted, depth = plan.control_loss, plan.document(), problem.scorer.costs.num_layers
     losses: list[tuple[int | None, float | None, int, str]] = [
@@ -55,9 +60,11 @@ def outcome(plan: Plan, problem: SearchProblem, folder: Path | None = None) -> R
         "headline": headline(plan, depth),
     }
     if folder is not None:
-        data = str(plan.data.get("name") or "text.jsonl")
-        command = shlex.join(["skip", "heal", str(folder), plan.model.name, "--data", data, "--output", "healed/"])
-        document["next"] = {"why": "heal what is left, and write a checkpoint:", "command": f"fulldepth {command}"}
+        given = data if isinstance(data, str | Path) else plan.data.get("name") or "text.jsonl"
+        apart = ["--heldout", str(heldout)] if isinstance(heldout, str | Path) else []
+        asked = [str(folder), plan.model.name, "--data", str(given), *apart, "--output", "healed/"]
+        command = f"fulldepth skip heal {shlex.join(asked)}"
+        document["next"] = {"why": "heal what is left, and write a checkpoint:", "command": command}
     return Results(joined(tables, removed="Int64", state="str"), dict(finite(document)))
 
 
