@@ -302,7 +302,7 @@ def check_disk(model: PreTrainedModel, settings: TrainSettings, folder: Path, ch
     check_free(
         folder,
         count * one,
-        f"{count} checkpoints are {one / 1e9:.2f} GB each, with weights and optimiser. Keep fewer (keep_checkpoints=1, "
+        f"Checkpoints with weights and optimiser: {count} x {one / 1e9:.2f} GB. Keep fewer (keep_checkpoints=1, "
         "save_every=N), name another place, or free some.",
     )
 

@@ -263,7 +263,7 @@ def _export(
         folding, ids = file_format.folding(stock, plan), probes(anatomy)
         expected = scaled_logits(anatomy, plan, ids)
         noise = min(ALLOWANCE * rounding_error(anatomy, plan, ids, expected, file_format.precision), MOST_NOISE)
-        allowed = max(file_format.tolerance(folding, expected.dtype), noise)
+        allowed = max(file_format.tolerance(folding, expected.dtype), MOST_NOISE if is_trial else noise)
         draft = Draft(stock, plan, folding, part, most_bytes, settings.gguf_type)
         before = source_of(loaded).stat().st_size if single else None
         with nullcontext() if single else generation_settings(stock.model, part), silent():
