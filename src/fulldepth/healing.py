@@ -92,11 +92,10 @@ def heal(
         fast = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else has_bfloat16()
         settings = settings.model_copy(update={"precision": "autocast" if fast else "float32"})
     work = target.with_name(f"{target.name}-work")
-    copies = 4 if settings.steps else 1  # the result; while it is trained its start, the trained model, the control
-    check_free(target, KEPT_SHARE * copies * size_of(model, settings.revision))
+    check_free(target, _bytes_of_work(model, settings))
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
     with locked(work):
-        healing = refit(plan, model, data, settings=settings, **opened)
+        healing = refit(plan, model, data, settings=settings, output=target, **opened)
         chosen = tokenizer or settings.tokenizer
         if settings.steps:
             passes = settings.steps * settings.global_batch_size / len(healing.fitting)
@@ -116,6 +115,17 @@ def heal(
         results = save_healed(healing, plan, target, chosen)
     shutil.rmtree(work, ignore_errors=True)
     return results
+
+
+def _bytes_of_work(model: Any, settings: HealSettings) -> float:
+    """Bytes that the result needs at least; with training those of its start, the trained model and the control."""
+    size = KEPT_SHARE * size_of(model, settings.revision)
+    if not settings.steps:
+        return size
+    trained = size_of(model, settings.revision, 2 if settings.precision == "bfloat16" else 4)
+    moments = 0 if settings.rank else 2 * trained
+    checkpoints = min(settings.steps, 2)  # of the control: a new one is whole before the last one is removed
+    return size + (KEPT_SHARE + checkpoints) * (trained + moments)
 
 
 def _training(healing: Healing, source: str | Path, teacher: str | Path, work: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tiny_models
 import tiny_models as tm
 from families import zoo
 from fulldepth.architectures import SKIPPED
@@ -18,6 +19,7 @@ from fulldepth.execution import find_anatomy
 from fulldepth.progress import Watcher
 from fulldepth.skip.exports.export import export
 from fulldepth.skip.exports.fold import scaled_logits
+from fulldepth.skip.exports.formats import export_obstacle
 from fulldepth.skip.search import search
 from refusals import refused
 from skip import plain, planned
@@ -241,3 +243,4 @@ def test_a_search_of_layers_says_first_what_no_export_will_hold(unproven, tmp_pa
     with refused("other logits than within the model. Use --format folded"):
         export(plan, model, "layer", tmp_path / "layer")
     assert export(plan, model, "folded", tmp_path / "folded").path.is_dir()
+    assert "No plan of this model can be exported" in export_obstacle(tiny_models.build("depth_llama-static"), "mlp")

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,3 +217,26 @@ def test_the_hash_of_conversations_is_of_what_is_read():
     other = Dataset.from_list([{**rows[0], "labels": [1, 2, 0]}, *rows[1:]])
     assert len({rows_hash(first), rows_hash(other), rows_hash(first.select([1, 0, 2, 3, 4]))}) == 3
     assert rows_hash(first, first.select([0])) != rows_hash(first.select([0]), first)
+
+
+@pytest.mark.parametrize(("keep", "count"), [(None, 4), (1, 2), (9, 4)])
+def test_checkpoints_that_do_not_fit_are_refused_before_the_first_step(keep, count, recipe, tmp_path, monkeypatch):
+    """Against the files of a whole run; one checkpoint is written while the one that it replaces is still there."""
+    chosen, usage = settings(recipe(steps=8, eval_every=8, save_every=2, keep_checkpoints=keep)), SimpleNamespace()
+    train(chosen, tmp_path / "whole")
+    files = (tmp_path / "whole" / "checkpoint-8" / name for name in ("model.safetensors", "optimizer.pt"))
+    one = sum(file.stat().st_size for file in files)
+    monkeypatch.setattr("fulldepth.hf.checkpoint_folder.shutil.disk_usage", lambda _: usage)
+    usage.free = 0.8 * count * one
+    with monkeypatch.context() as idle, refused(f"optimiser: {count} x .*keep_checkpoints=1"):
+        idle.setattr(RunTrainer, "train", lambda *_, **__: pytest.fail("a step was taken"))
+        train(chosen, tmp_path / "first")
+    usage.free = count * one
+    train(chosen, tmp_path / "first")
+    if keep is None:
+        again = interrupted(tmp_path / "whole", 8, tmp_path / "again")
+        usage.free = 0.8 * one
+        with refused("optimiser: 1 x"):
+            train(chosen, again, resume=True)
+        usage.free = one
+        train(chosen, again, resume=True)

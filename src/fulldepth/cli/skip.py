@@ -139,7 +139,9 @@ def heal_command(
 
     First without training: the output projections that stay, from the last before a removed block on, are refitted by
     least squares, so that the stream is as in the original. Then distillation from the original (`--steps 0` leaves it
-    out), with the original trained in the same way as a control.
+    out), with the original trained in the same way as a control. Before the work, every export is tried with a few of
+    the layers. If the GGUF file fails nevertheless, the healed checkpoint is kept: the same command, with another
+    --gguf-type if that is the reason, writes the file alone and does not heal again.
 
     Example: `fulldepth skip heal out/plan.json MODEL --data text.jsonl --output healed/`
     """

@@ -5,6 +5,7 @@ Source: "Representation progression and aligned training", Sec. 1 and 4.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from fulldepth.hf import (
     ModelCard,
     evaluating,
     exit_heads_of,
+    few_layers,
+    first_layers,
     sample_inputs,
     save_exit_heads,
     silent,
@@ -33,6 +36,7 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.asked_outputs import asked_outputs, make_plain, restore_outputs
 from fulldepth.hf.checkpoint_folder import (
+    LARGE,
     check_free,
     check_target,
     copy_files,
@@ -44,6 +48,7 @@ from fulldepth.hf.checkpoint_folder import (
     save_tokenizer,
     size_of,
     strip_foreign_code,
+    trial,
 )
 from fulldepth.hf.file_checks import PROCESSOR_FILES
 from fulldepth.hf.promises import withdraw_promises
@@ -51,6 +56,7 @@ from fulldepth.progress import Watcher
 from fulldepth.settings.exit import LayersSettings
 from fulldepth.settings.keywords import takes_settings
 
+LOGGER = logging.getLogger(__name__)
 PIPELINES = {
     "causal-lm": "text-generation",
     "masked-lm": "fill-mask",
@@ -118,31 +124,64 @@ def export_layers(
     checkpoint = open_checkpoint(unwrapped(model) if isinstance(model, nn.Module) else model, settings)
     with evaluating(checkpoint.model):
         anatomy = find_anatomy(checkpoint.model)
+        if settings.effective_depth is not None or size_of(checkpoint.model) >= LARGE:
+            _rehearse(checkpoint, anatomy, target, settings, tokenizer)
         layers, reason = _choose(checkpoint, anatomy, settings, data, tokenizer, watcher)
-        cut = truncated(anatomy, layers)
-        make_plain(cut.config)
-        withdrawn = withdraw_promises(cut.config, cut.state_dict())
-        stock, notes = type(cut).__module__.startswith("transformers."), [reason, *withdrawn, *checkpoint.warnings]
-        check_free(target, size_of(cut))
-        with folder_to_be(target) as folder:
-            with generation_settings(cut, folder), silent():
-                cut.save_pretrained(folder)
-            save_exit_heads(cut, folder)
-            publish_older_names(folder)
-            notes += restore_outputs(asked_outputs(checkpoint.model), folder)
-            if anatomy.family.modality == "images":
-                if not copy_files(PROCESSOR_FILES, checkpoint.name, folder, settings.revision):
-                    notes.append("No image processor was found with the checkpoint.")
-            else:
-                hub: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
-                own = settings.tokenizer if tokenizer is None else tokenizer
-                notes += save_tokenizer(own, (checkpoint.name, checkpoint.model.name_or_path), folder, **hub)
-                publish_older_tokenizer(folder)
-            strip_foreign_code(folder, carries_code=not stock)
-            error, parameters = _prove(folder, anatomy, cut, "stock" if stock else "carried"), count_parameters(folder)
-            report = LayersExport(target, layers, anatomy.num_layers, parameters, 0, error, tuple(notes))
-            _card(checkpoint, anatomy, report).write(folder)
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        return _export(checkpoint, anatomy, truncated(anatomy, layers), target, settings, tokenizer, reason)
+
+
+def _rehearse(checkpoint: Checkpoint, anatomy: Anatomy, target: Path, settings: LayersSettings, tokenizer: Any) -> None:
+    """Export a few layers beside `target`, load and compare them, and remove them, before the work.
+
+    Nothing is tried if the model cannot be cut there, or its own layers cannot be compared.
+
+    Raises:
+        FulldepthError: what the export refuses.
+    """
+    with trial(target) as place:
+        try:
+            cut = first_layers(anatomy, few_layers(anatomy))
+            cut(**sample_inputs(anatomy))
+        except Exception as error:  # of any class of transformers; other layers may do
+            LOGGER.debug("no first layers to try the export on: %s", error)
+            return
+        _export(checkpoint, anatomy, cut, place, settings, tokenizer, "")
+
+
+def _export(
+    checkpoint: Checkpoint,
+    anatomy: Anatomy,
+    cut: PreTrainedModel,
+    target: Path,
+    settings: LayersSettings,
+    tokenizer: Any,
+    reason: str,
+) -> LayersExport:
+    """Write the checkpoint of a model that was cut, and verify it."""
+    make_plain(cut.config)
+    withdrawn = withdraw_promises(cut.config, cut.state_dict())
+    stock, notes = type(cut).__module__.startswith("transformers."), [reason, *withdrawn, *checkpoint.warnings]
+    check_free(target, size_of(cut))
+    with folder_to_be(target) as folder:
+        with generation_settings(cut, folder), silent():
+            cut.save_pretrained(folder)
+        save_exit_heads(cut, folder)
+        publish_older_names(folder)
+        notes += restore_outputs(asked_outputs(checkpoint.model), folder)
+        if anatomy.family.modality == "images":
+            if not copy_files(PROCESSOR_FILES, checkpoint.name, folder, settings.revision):
+                notes.append("No image processor was found with the checkpoint.")
+        else:
+            hub: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+            own = settings.tokenizer if tokenizer is None else tokenizer
+            notes += save_tokenizer(own, (checkpoint.name, checkpoint.model.name_or_path), folder, **hub)
+            publish_older_tokenizer(folder)
+        strip_foreign_code(folder, carries_code=not stock)
+        error, parameters = _prove(folder, anatomy, cut, "stock" if stock else "carried"), count_parameters(folder)
+        layers = replace(anatomy, model=cut).num_layers
+        report = LayersExport(target, layers, anatomy.num_layers, parameters, 0, error, tuple(notes))
+        _card(checkpoint, anatomy, report).write(folder)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return replace(report, bytes=size)
 
 

@@ -66,7 +66,7 @@ from fulldepth.hf.run_checkpoints import (
 )
 from fulldepth.hf.scalars import GRANULARITIES, Block, Scalars
 from fulldepth.hf.surgery import Switches, skipping
-from fulldepth.hf.truncation import check_depth, cut_config, truncated, without_layers
+from fulldepth.hf.truncation import check_depth, cut_config, few_layers, first_layers, truncated, without_layers
 
 __all__ = [
     "CACHE_NAMES",
@@ -103,12 +103,14 @@ __all__ = [
     "evaluating",
     "exit_heads_of",
     "exit_weights",
+    "few_layers",
     "find_checkpoints",
     "find_exit_heads",
     "find_gguf",
     "find_output_weights",
     "find_tokenizer",
     "first_broken_weight",
+    "first_layers",
     "frozen",
     "has_exit_heads",
     "has_weights",

@@ -37,6 +37,8 @@ COPIED = (*TOKENIZER_FILES, *TOKENIZER_TEXTS, "spiece.model", "sentencepiece.bpe
 """Files that transformers reads tokenizers from."""
 RENAMED = {"qwen3_moe": {"num_local_experts": "num_experts"}}
 """`model_type` -> entries of its configuration and their older names."""
+LARGE = 10**9
+"""Bytes of weights from which an export is tried with few layers first; smaller ones are written in seconds."""
 TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 """Class of transformers 5 -> its earlier name, which transformers 5 also accepts."""
 
@@ -53,32 +55,38 @@ def check_target(target: Path, suffix: str | None = None) -> None:
         raise FulldepthError(f"{target} exists already; an export is never written over anything. Choose another name.")
 
 
-def check_free(target: Path, size: float) -> None:
+def check_free(target: Path, size: float, advice: str = "Name another place, or free some.") -> None:
     """Refuse to start work whose files will not fit on the disk.
 
     Args:
-        target: the file or folder to create.
+        target: the file or folder to create or to fill.
         size: bytes that it needs at least.
+        advice: the end of the message.
 
     Raises:
         FulldepthError: with both numbers.
     """
-    existing = next(parent for parent in target.absolute().parents if parent.exists())
+    existing = next(place for place in (target.absolute(), *target.absolute().parents) if place.exists())
     free = shutil.disk_usage(existing).free
     if free < size:
         raise FulldepthError(
-            f"{target} needs at least {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {existing}. Name "
-            "another place, or free some."
+            f"{target} needs at least {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {existing}. {advice}"
         )
 
 
-def size_of(model: PreTrainedModel | str | Path, revision: str | None = None) -> int:
-    """Bytes of a model's weights: in memory, in the files of a checkpoint, or of a GGUF file in half precision."""
+def size_of(model: PreTrainedModel | str | Path, revision: str | None = None, itemsize: int | None = None) -> int:
+    """Bytes of a model's weights: in memory, in the files of a checkpoint, or of a GGUF file in half precision.
+
+    With `itemsize`, those of as many weights of so many bytes each.
+    """
     if isinstance(model, PreTrainedModel):
-        return sum(parameter.nbytes for parameter in model.parameters())
+        return sum(parameter.numel() * (itemsize or parameter.itemsize) for parameter in model.parameters())
     where = packaged(str(checkpoint_of(model)))
     gguf = find_gguf(where)
-    return check_model_files(where, revision).size if gguf is None else 2 * read_header(gguf).weights.elements
+    if gguf is not None:
+        return (itemsize or 2) * read_header(gguf).weights.elements
+    stored = check_model_files(where, revision)
+    return stored.size if itemsize is None else itemsize * stored.elements
 
 
 @contextmanager
@@ -102,6 +110,27 @@ def folder_to_be(target: Path, *, file: bool = False) -> Iterator[Path]:
         with suppress(OSError):  # ends at the first folder that is not empty
             for parent in new:
                 parent.rmdir()
+
+
+class _TriedError(Exception):
+    """An export was tried, and its folder is to be removed."""
+
+
+@contextmanager
+def trial(target: Path) -> Iterator[Path]:
+    """A place in a temporary folder beside `target`, in which an export with a few layers is tried before any work.
+
+    Raises:
+        FulldepthError: as `folder_to_be`. One that is raised inside names `target`, and says that it is of a trial.
+    """
+    with suppress(_TriedError), folder_to_be(target) as folder:
+        place = folder / target.name
+        try:
+            yield place
+        except FulldepthError as error:
+            words = str(error).replace(str(place), str(target))
+            raise FulldepthError(f"{words} (Tried with a few of the layers, before the work.)") from error
+        raise _TriedError
 
 
 def strip_foreign_code(folder: Path, *, carries_code: bool) -> None:

@@ -8,6 +8,7 @@ counts (on a damaged file it may loop 2^60 times), so the header is read here fi
 
 from __future__ import annotations
 
+import copy
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -225,11 +226,11 @@ def _without_absent_ids(path: Path) -> Iterator[Path]:
         named = struct.pack("<Q", len(key)) + key.encode()
         content = content.replace(named, named[:-2] + b"no", 1)  # a key that nobody reads
     with TemporaryDirectory(prefix="fulldepth-") as folder:
-        copy = Path(folder) / path.name
-        copy.write_bytes(content)
-        with copy.open("r+b") as file:
+        short = Path(folder) / path.name
+        short.write_bytes(content)
+        with short.open("r+b") as file:
             file.truncate(path.stat().st_size)
-        yield copy
+        yield short
 
 
 def find_gguf(name: str | Path) -> Path | None:
@@ -290,10 +291,19 @@ def _only_one(name: str, paths: Iterable[Path]) -> Path | None:
 def load_gguf_config(path: Path) -> Any:
     """The configuration that a GGUF file's metadata describe, with its class named in `architectures`.
 
+    Repeated reads are cached, because transformers takes seconds for a large vocabulary.
+
     Raises:
         FulldepthError: if the file is damaged, its architecture is unknown to transformers, or the configuration has no
             option for an entry that changes the model's outputs.
     """
+    with reading(path):
+        status = path.stat()
+    return copy.deepcopy(_config(path, status.st_size, status.st_mtime_ns))
+
+
+@lru_cache(maxsize=4)
+def _config(path: Path, size: int, mtime: int) -> Any:
     header = read_header(path)
     check_numbers(path, header.entries)
     if header.architecture == "deci":

@@ -83,6 +83,17 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
             an order that E layers cannot have, and models whose first layers compute something else on their own.
     """
     anatomy = model if isinstance(model, Anatomy) else anatomy_candidates(model)[0]
+    cut = first_layers(anatomy, layers)
+    _prove(anatomy, replace(anatomy, model=cut), layers)
+    return cut
+
+
+def first_layers(anatomy: Anatomy, layers: int) -> PreTrainedModel:
+    """`truncated` without the comparison with the whole model: nothing is computed.
+
+    Raises:
+        FulldepthError: if the class does not accept such a configuration.
+    """
     remaining = [*range(1, layers + 1)]
     if not 1 <= layers <= anatomy.num_layers:
         raise _refusal(anatomy, remaining, f"it has {anatomy.num_layers} layers")
@@ -102,14 +113,17 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
         if holds:
             raise _refusal(anatomy, remaining, reason)
     cut = _sharing(anatomy, cut_config(anatomy, remaining).config, remaining)
-    shorter = replace(anatomy, model=cut)
-    cut_exit_heads(anatomy, shorter)
+    cut_exit_heads(anatomy, replace(anatomy, model=cut))
     state_ties(cut)
     if hasattr(anatomy.model, "generation_config"):
         cut.generation_config = anatomy.model.generation_config
-    cut.train(anatomy.model.training)
-    _prove(anatomy, shorter, layers)
-    return cut
+    return cut.train(anatomy.model.training)
+
+
+def few_layers(anatomy: Anatomy) -> int:
+    """The fewest first layers that hold every kind of layer, by the names of their weights; at least three, or all."""
+    kinds = [frozenset(name for name, _ in block.named_parameters()) for block in anatomy.blocks]
+    return min(len(kinds), max(3, *(kinds.index(kind) + 1 for kind in set(kinds))))
 
 
 def without_layers(anatomy: Anatomy, remaining: Sequence[int]) -> PreTrainedModel:

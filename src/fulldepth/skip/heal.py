@@ -17,9 +17,10 @@ Source: ReplaceMe (arXiv 2505.02819), which replaces contiguous layers by `W' = 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,19 +47,20 @@ from fulldepth.hf import (
     is_offloaded,
     open_model,
 )
-from fulldepth.hf.checkpoint_folder import check_target
+from fulldepth.hf.checkpoint_folder import check_free, check_target
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.settings import layer as layered
 from fulldepth.settings.heal import HealSettings
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.settings.search import PLACES, HeldoutSettings
+from fulldepth.settings.search import PLACES, ExportSettings, HeldoutSettings
 from fulldepth.skip.bench import HeldoutLosses, heldout_losses
+from fulldepth.skip.exports.export import rehearse
 from fulldepth.skip.exports.fold import fold, probes
 from fulldepth.skip.exports.formats import FORMATS, check_format, known_format
 from fulldepth.skip.exports.formats.gguf import Gguf
 from fulldepth.skip.fit import make_batches
-from fulldepth.skip.plan import Plan, decided, listed_rows, row_of
+from fulldepth.skip.plan import UNHEALED, Plan, decided, listed_rows, row_of
 from fulldepth.skip.problem import read_data
 
 ROLES = ("attention", "mlp")
@@ -117,6 +119,7 @@ def refit(
     watcher: Watcher,
     tokenizer: Any = None,
     heldout: Any = None,
+    output: str | Path | None = None,
 ) -> Healing:
     """Heal the model of a plan by least squares on its own weights; see the docstring of this module.
 
@@ -132,6 +135,7 @@ def refit(
         watcher: receives progress.
         tokenizer: as for `search`.
         heldout: data to measure on instead, with no row that chose the blocks.
+        output: folder that the healed model will be written to; exports are tried there before the work (`rehearse`).
 
     Raises:
         FulldepthError: if the plan is for another model, the model's branches cannot be healed (offloaded or quantised
@@ -148,10 +152,14 @@ def refit(
         raise FulldepthError("Offloaded weights cannot be healed. Load the model without a device map.")
     plan.check_model(original)
     own = format_for(plan, original)
-    for format in [settings.format or own] + [own] * bool(settings.steps) + ["gguf"] * bool(settings.gguf):
-        check_format(original, plan, FORMATS[known_format(format)])
+    formats = [settings.format or own] + [own] * bool(settings.steps) + ["gguf"] * bool(settings.gguf)
+    for format in formats:
+        stock = check_format(original, plan, FORMATS[known_format(format)])
     if settings.gguf is not None:
         check_target(Path(settings.gguf), Gguf.suffix)
+        check_free(Path(settings.gguf), FORMATS[Gguf.name].least_bytes(stock, plan, settings.gguf_type))
+    if output is not None:
+        _rehearse(plan.changed(**UNHEALED), original, dict.fromkeys(formats), Path(output), settings, tokenizer)
     with evaluating(original):
         anatomy = check_task(find_anatomy(original))
         examples = read_data(checkpoint, anatomy, data, settings, tokenizer=tokenizer, heldout=heldout)
@@ -165,7 +173,7 @@ def refit(
         healing = Healing(
             original,
             healed,
-            plan.changed(model=planned, scalars={}, healed_loss=None, control_loss=None),
+            plan.changed(model=planned, **UNHEALED),
             settings,
             Examples([*fitting, *choosing], unseen, examples.meta),
             fitting,
@@ -174,6 +182,35 @@ def refit(
             readings,
         )
         return with_model(healing, "refitted", healed, watcher)
+
+
+def _rehearse(
+    plan: Plan,
+    model: PreTrainedModel,
+    formats: Iterable[str],
+    output: Path,
+    settings: HealSettings,
+    tokenizer: Any,
+) -> None:
+    """Try the exports of a healing with few layers; in a GGUF file the weights that it changes are rounded."""
+    for format in formats:
+        if format == Gguf.name and settings.gguf is not None:
+            change = partial(_as_if_healed, every=bool(settings.steps and not settings.rank))
+            rounding = ExportSettings(gguf_type=settings.gguf_type)
+            rehearse(plan, model, format, settings.gguf, rounding, change=change)
+        else:
+            rehearse(plan, model, format, output, ExportSettings(), tokenizer or settings.tokenizer)
+
+
+@torch.no_grad()
+def _as_if_healed(model: PreTrainedModel, *, every: bool) -> None:
+    """Change a little what healing changes: all weights, or those of the projections."""
+    anatomy = find_anatomy(model)
+    branches = [(layer, role) for role in ROLES for layer in anatomy.layers_with(role)]
+    outputs = () if every else find_output_weights(anatomy, branches, probes(anatomy)).values()
+    projections = [module for weights in outputs if (module := _projection(model, weights)) is not None]
+    for weight in model.parameters() if every else [module.get_parameter("weight") for module in projections]:
+        weight.mul_(1.01)
 
 
 def format_for(plan: Plan, model: PreTrainedModel) -> str:

@@ -36,7 +36,7 @@ from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.exports.formats import FORMATS
 from fulldepth.skip.heal import Healing, format_for
 from fulldepth.skip.outcome import joined
-from fulldepth.skip.plan import HEALED, Plan, in_sample, rows_of
+from fulldepth.skip.plan import HEALED, UNHEALED, Plan, in_sample, rows_of
 
 KIND = "heal"
 NAMES = {
@@ -156,8 +156,7 @@ def finish_gguf(plan: Plan, model: Any, target: Path, settings: HealSettings) ->
     fold(healed, plan)
     _take_weights(healed, plan, target)
     planned = {**plan.document()["model"], "hash": model_hash(healed)}
-    changes: dict[str, Any] = {"scalars": {}, "healed_loss": None, "control_loss": None}
-    return _write_gguf(plan.changed(model=planned, **changes), healed, target, settings)
+    return _write_gguf(plan.changed(model=planned, **UNHEALED), healed, target, settings)
 
 
 def _write_gguf(plan: Plan, model: PreTrainedModel, target: Path, settings: HealSettings) -> Results:
@@ -167,8 +166,8 @@ def _write_gguf(plan: Plan, model: PreTrainedModel, target: Path, settings: Heal
         file = export(plan, model, "gguf", settings.gguf, gguf_type=settings.gguf_type)
     except FulldepthError as error:
         raise FulldepthError(
-            f"{error} The healed checkpoint is in {target}. The same command, with another --gguf-type if that is the "
-            "reason, writes the GGUF file alone."
+            f"{error} The healed checkpoint is kept in {target}: the same command, with another --gguf-type if that is "
+            "the reason, writes the GGUF file alone and does not heal again."
         ) from error
     results = Results.load(target)
     sentence = f"{Path(settings.gguf).name}: {file.size}."

@@ -29,6 +29,8 @@ FILE = "plan.json"
 SCHEMA_VERSION = 1
 MOST_BYTES = 256 << 20
 """Largest file."""
+UNHEALED: dict[str, Any] = {"scalars": {}, "healed_loss": None, "control_loss": None}
+"""Entries of a plan without scalars."""
 CRITERIA: tuple[str, ...] = get_args(Criterion)
 """Ranking of candidates: by loss, by loss after a short fit of the scalars, by divergence from the original model."""
 SEARCHES: tuple[str, ...] = get_args(Method)

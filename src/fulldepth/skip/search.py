@@ -26,7 +26,7 @@ from fulldepth.settings import Settings, layer
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import SearchSettings, seconds_of
 from fulldepth.skip.elimination import Round, chain, eliminate, exchange
-from fulldepth.skip.exports.formats import renumbering_obstacle
+from fulldepth.skip.exports.formats import export_obstacle
 from fulldepth.skip.fit import fit, fit_options
 from fulldepth.skip.goal import Goal, goal_of, measured
 from fulldepth.skip.loss_cache import PROGRESS, LossCache
@@ -104,9 +104,9 @@ def search(
         check_depth(anatomy_candidates(owner)[0])  # no export could hold the plan
         if not isinstance(data, Examples):
             tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
-        whole = settings.granularity == "layer" and process.is_main and not is_offloaded(owner)
-        if whole and (obstacle := renumbering_obstacle(owner)) is not None:
-            watcher.say(f"A plan of whole layers can be exported as folded only, with zeros in their place. {obstacle}")
+        tried = process.is_main and not is_offloaded(owner)
+        if tried and (obstacle := export_obstacle(owner, settings.granularity)) is not None:
+            watcher.say(obstacle)
         hashed = model_hash(owner)
         if responses is not None and folder is not None:
             asked = data, responses, folder, sampling, hashed, watcher

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,7 +31,7 @@ from fulldepth.hf import (
     sealed_checkpoints,
     settle_checkpoints,
 )
-from fulldepth.hf.checkpoint_folder import check_target, folder_to_be
+from fulldepth.hf.checkpoint_folder import check_free, check_target, folder_to_be
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.run_checkpoints import SEAL
 from fulldepth.losses import per_batch_terms
@@ -262,6 +263,33 @@ def check_origin(
     if everywhere := [difference for part in current().gather(differences) for difference in part]:
         raise FulldepthError(everywhere[0])
     return origin
+
+
+def check_disk(model: PreTrainedModel, settings: TrainSettings, folder: Path, checkpoint: Path | None) -> None:
+    """Refuse a run whose checkpoints will not fit on the disk.
+
+    Args:
+        model: with the weights that are trained.
+        settings: of the run.
+        folder: of the run.
+        checkpoint: to resume from; None at the start.
+
+    Raises:
+        FulldepthError: with the number and size of the checkpoints, and the free bytes.
+    """
+    done, keep = 0 if checkpoint is None else step_of(checkpoint), settings.keep_checkpoints
+    count = math.ceil(settings.steps / settings.save_every) - done // settings.save_every
+    if done >= settings.steps:
+        return
+    if keep is not None:  # a new one is whole before an old one is removed
+        count = min(count, max(1, keep + 1 - len(sealed_checkpoints(folder))))
+    one = sum(p.numel() * p.itemsize * (1 + 2 * p.requires_grad) for p in model.parameters())
+    check_free(
+        folder,
+        count * one,
+        f"Checkpoints with weights and optimiser: {count} x {one / 1e9:.2f} GB. Keep fewer (keep_checkpoints=1, "
+        "save_every=N), name another place, or free some.",
+    )
 
 
 def last_checkpoint(folder: Path) -> Path | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fulldepth import launch
+from fulldepth.distributed import current
 from fulldepth.errors import StoppedError
 from fulldepth.execution import find_anatomy
 from fulldepth.files import check_outside
@@ -23,6 +24,7 @@ from fulldepth.training.callback import RunCallback, stopping
 from fulldepth.training.evaluation import evaluate
 from fulldepth.training.folder import (
     KIND,
+    check_disk,
     check_origin,
     explaining_full_disk,
     holding,
@@ -95,6 +97,7 @@ def train(
                 warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint)
             for line in warnings:
                 watcher.say(line)
+            current().first(partial(check_disk, trainer.plain_model, settings, folder, checkpoint))
             origin = check_origin(settings, data.facts["hash"], model, trainer.args, notes.origin, checkpoint)
             meta: dict[str, Any] = {
                 "kind": KIND,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -30,6 +31,7 @@ from fulldepth.files import read_document, read_json
 from fulldepth.hf import (
     Anatomy,
     ModelCard,
+    few_layers,
     is_offloaded,
     load_checkpoint,
     load_tokenizer,
@@ -38,6 +40,7 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.asked_outputs import asked_outputs, restore_outputs
 from fulldepth.hf.checkpoint_folder import (
+    LARGE,
     check_free,
     check_target,
     count_parameters,
@@ -46,9 +49,13 @@ from fulldepth.hf.checkpoint_folder import (
     publish_older_names,
     publish_older_tokenizer,
     save_tokenizer,
+    size_of,
     strip_foreign_code,
+    trial,
 )
 from fulldepth.hf.gguf import load_gguf_config, load_gguf_model, read_header
+from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf.scalars import factor_names
 from fulldepth.results import versions
 from fulldepth.settings import Settings
 from fulldepth.settings.exit import file_size
@@ -57,7 +64,7 @@ from fulldepth.settings.search import ExportSettings
 from fulldepth.skip.exports.fold import logits, probes, rounding_error, scaled_logits
 from fulldepth.skip.exports.formats import FORMATS, Draft, Format, check_format, known_format
 from fulldepth.skip.exports.formats.gguf import source_of
-from fulldepth.skip.plan import MOST_BYTES, Plan, in_sample
+from fulldepth.skip.plan import MOST_BYTES, UNHEALED, Plan, in_sample
 
 NOTES = "fulldepth_skip.json"
 """File of an export with its format, error, notes and plan."""
@@ -68,6 +75,7 @@ ALLOWANCE, MOST_NOISE = 1.5, 0.2
 """Multiple of the error of rounding in half precision that an export may have, and an upper limit."""
 ROUGH = 0.05
 """Change of logits by rounding to the types of a GGUF file above which its note names a finer type."""
+LOGGER = logging.getLogger(__name__)
 STOCK = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -145,7 +153,91 @@ def export(
             format does not hold, folding is refused, the disk is full, the export computes other logits than the plan's
             model, or a setting has no effect with the format.
     """
-    file_format, target = FORMATS[known_format(format)], Path(output)
+    return _export(plan, model, format, Path(output), settings, tokenizer)
+
+
+def rehearse(
+    plan: Plan,
+    model: PreTrainedModel,
+    format: str,
+    output: str | Path,
+    settings: ExportSettings,
+    tokenizer: Any = None,
+    change: Callable[[PreTrainedModel], None] | None = None,
+) -> None:
+    """Export a copy with the first layers of a model beside `output`, load and compare it, and remove it.
+
+    What the export refuses for another reason than its size is refused in seconds, before the work. The whole model
+    computes nothing; the copy has its weights (of a GGUF file, the bytes). Nothing is tried where the class has no
+    such copy that the format holds.
+
+    Args:
+        plan: of `model`; the copy lacks the last parts of the kinds that it removes.
+        model: as loaded.
+        format: as for `export`.
+        output: as for `export`.
+        settings: of the export.
+        tokenizer: as for `export`.
+        change: changes weights of the copy in place as the work will; for GGUF only, other copies share the weights.
+
+    Raises:
+        FulldepthError: as `export`.
+    """
+    file_format = FORMATS[known_format(format)]
+    with trial(Path(output)) as place:
+        try:
+            anatomy = find_anatomy(model)
+            copy = file_format.first_layers(anatomy, few_layers(anatomy), place.with_name("source"))
+            if change is not None:
+                change(copy)
+            plan_of_copy = _plan_of_few_layers(plan, find_anatomy(copy))
+            stock = check_format(copy, plan_of_copy, file_format)
+            file_format.folding(stock, plan_of_copy)
+            scaled_logits(stock, plan_of_copy, probes(stock))
+        except Exception as error:  # of any class of transformers; whether the model itself can be exported is unknown
+            LOGGER.debug("no copy with few layers to try the format %s on: %s", format, error)
+            return
+        _export(plan_of_copy, copy, format, place, settings, tokenizer, is_trial=True)
+
+
+def _plan_of_few_layers(plan: Plan, copy: Anatomy) -> Plan:
+    """A plan that removes the last parts of a model, of the kinds that `plan` removes, with the scalars of `plan`."""
+    if plan.kind == "layer":
+        blocks = [f"layer {copy.num_layers}"]
+    else:
+        mlp = max(copy.layers_with("mlp")) if plan.lacking("mlp") else 0
+        attention = max({*copy.layers_with("attention")} - {mlp}) if plan.lacking("attention") else 0
+        blocks = [f"{part} {layer}" for part, layer in (("attention", attention), ("mlp", mlp)) if layer]
+    document = plan.document()
+    bare = plan.changed(
+        model=document["model"] | {"hash": model_hash(copy.model)},
+        granularity="any",
+        blocks=blocks,
+        losses=[plan.losses[0]] * (len(blocks) + 1),
+        **UNHEALED,
+    )
+    if not plan.scalars:
+        return bare
+    names = {str(layer): factor_names(bare.removed, layer) for layer in range(1, copy.num_layers + 1)}
+    scalars = {
+        layer: {name: document["scalars"].get(layer, {}).get(name, 1.0) for name in own}
+        for layer, own in names.items()
+        if own
+    }
+    return bare.changed(scalars=scalars, **{name: document[name] for name in ("healed_loss", "control_loss")})
+
+
+def _export(
+    plan: Plan | str | Path,
+    model: PreTrainedModel | str | Path,
+    format: str,
+    target: Path,
+    settings: ExportSettings,
+    tokenizer: Any,
+    is_trial: bool = False,
+) -> Export:
+    """`export`, which tries a large model with few layers first if this is no such trial."""
+    file_format = FORMATS[known_format(format)]
     single = file_format.suffix is not None
     most_bytes = settings.shard_size if isinstance(settings.shard_size, int) else file_size(settings.shard_size)
     check_target(target, file_format.suffix)
@@ -160,17 +252,18 @@ def export(
     plan.check_model(loaded)
     stock = check_format(loaded, plan, file_format)
     chosen = settings.tokenizer if tokenizer is None else tokenizer
-    if not single:
-        check_free(target, _remaining_bytes(stock, plan, file_format))
-        if isinstance(chosen, str | Path):
-            load_tokenizer(chosen, **hub)  # a wrong name is refused before the weights are written
+    check_free(target, file_format.least_bytes(stock, plan, settings.gguf_type))
+    if not single and isinstance(chosen, str | Path):
+        load_tokenizer(chosen, **hub)  # a wrong name is refused before the weights are written
+    if not is_trial and size_of(loaded) >= LARGE:
+        rehearse(plan, loaded, format, target, settings, tokenizer)
     reader_map = "auto" if settings.device_map is not None or is_offloaded(loaded) else None
     with folder_to_be(target, file=single) as part:
         anatomy = stock if stock.model is loaded else find_anatomy(loaded)
         folding, ids = file_format.folding(stock, plan), probes(anatomy)
         expected = scaled_logits(anatomy, plan, ids)
         noise = min(ALLOWANCE * rounding_error(anatomy, plan, ids, expected, file_format.precision), MOST_NOISE)
-        allowed = max(file_format.tolerance(folding, expected.dtype), noise)
+        allowed = max(file_format.tolerance(folding, expected.dtype), MOST_NOISE if is_trial else noise)
         draft = Draft(stock, plan, folding, part, most_bytes, settings.gguf_type)
         before = source_of(loaded).stat().st_size if single else None
         with nullcontext() if single else generation_settings(stock.model, part), silent():
@@ -223,18 +316,6 @@ def _refuse_adapter(model: Any) -> None:
             "The model holds an adapter, which has no place in an export. Merge it (PeftModel.merge_and_unload()) "
             "and search again."
         )
-
-
-def _remaining_bytes(anatomy: Anatomy, plan: Plan, format: Format) -> int:
-    """Bytes of the weights that an export holds at least."""
-    removed = [
-        part
-        for role in ("attention", "mlp")
-        for layer in plan.lacking(role)
-        if not format.keeps_removed and (part := anatomy.part(layer, role)) is not None
-    ]
-    gone = {parameter for part in removed for parameter in part.parameters()}
-    return sum(parameter.nbytes for parameter in anatomy.model.parameters() if parameter not in gone)
 
 
 def prove_file(path: Path, ids: Tensor, expected: Tensor, allowed: float) -> tuple[float | None, bool]:

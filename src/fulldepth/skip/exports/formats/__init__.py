@@ -57,17 +57,19 @@ def check_format(model: PreTrainedModel, plan: Plan, format: Format) -> Anatomy:
     return anatomy if stock is model else find_anatomy(stock)
 
 
-def renumbering_obstacle(model: PreTrainedModel) -> str | None:
-    """Why no checkpoint of some of a model's layers can be written (format `layer`), tried without the middle one; None
-    if it can.
-    """
+def export_obstacle(model: PreTrainedModel, granularity: str) -> str | None:
+    """What exports cannot hold of any plan of a model, tried without its middle layer; None if nothing is known."""
     try:
         anatomy = find_anatomy(as_stock(model))
-        middle = (anatomy.num_layers + 1) // 2
-        without_layers(anatomy, [layer for layer in range(1, anatomy.num_layers + 1) if layer != middle])
     except FulldepthError as error:
-        return str(error)
+        return f"No plan of this model can be exported. {error}"
+    middle = (anatomy.num_layers + 1) // 2
+    try:
+        if granularity == "layer":
+            without_layers(anatomy, [layer for layer in range(1, anatomy.num_layers + 1) if layer != middle])
+    except FulldepthError as error:
+        return f"A plan of whole layers can be exported as folded only, with zeros in their place. {error}"
     return None
 
 
-__all__ = ["FORMATS", "Draft", "Format", "as_stock", "check_format", "known_format", "renumbering_obstacle"]
+__all__ = ["FORMATS", "Draft", "Format", "as_stock", "check_format", "export_obstacle", "known_format"]

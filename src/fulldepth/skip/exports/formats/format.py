@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.stream import TOLERANCE
-from fulldepth.hf import Anatomy, cut_config, is_offloaded, without_layers
+from fulldepth.hf import Anatomy, cut_config, first_layers, is_offloaded, without_layers
 from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, save
 from fulldepth.skip.plan import Plan
@@ -56,6 +57,27 @@ class Format(ABC):
         if self.keeps_removed or heals(plan):
             return prepare(anatomy, plan)
         return Folding.unscaled(anatomy, "There are no scalars to fold.")
+
+    def least_bytes(self, anatomy: Anatomy, plan: Plan, gguf_type: str | None) -> int:
+        """Bytes of the weights that an export holds at least."""
+        removed = [
+            part
+            for role in ("attention", "mlp")
+            for layer in plan.lacking(role)
+            if not self.keeps_removed and (part := anatomy.part(layer, role)) is not None
+        ]
+        gone = {parameter for part in removed for parameter in part.parameters()}
+        return sum(parameter.nbytes for parameter in anatomy.model.parameters() if parameter not in gone)
+
+    def first_layers(self, anatomy: Anatomy, layers: int, folder: Path) -> PreTrainedModel:
+        """A model of the first layers that can be exported in this format; `folder` may be made for its files.
+
+        Raises:
+            FulldepthError: as `hf.first_layers`.
+        """
+        copy = first_layers(anatomy, layers)
+        copy.name_or_path = anatomy.model.name_or_path
+        return copy
 
     @abstractmethod
     def write(self, draft: Draft) -> list[str]:

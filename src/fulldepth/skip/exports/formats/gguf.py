@@ -28,6 +28,7 @@ from transformers.integrations.gguf.utils import is_gguf_arch_supported
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from fulldepth.errors import FulldepthError, names_of
+from fulldepth.hf import Anatomy, device_of, load_checkpoint
 from fulldepth.hf.gguf import SCALED_BY_WIDTH, Header, find_gguf, load_gguf_config, packaged, read_header
 from fulldepth.skip.exports.formats.checkpoint import Draft, Weight
 from fulldepth.skip.exports.formats.format import Format
@@ -62,6 +63,28 @@ class Gguf(Format):
             FulldepthError: with the way to get such a file, or the reason.
         """
         layers_of(read_header(source_of(model)), plan.lacking("attention"), plan.lacking("mlp"))
+
+    def least_bytes(self, anatomy: Anatomy, plan: Plan, gguf_type: str | None) -> int:
+        """Bytes of the tensors that stay, matrices in the smaller one of the source's type and `gguf_type`."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader  # noqa: PLC0415
+
+        source = source_of(anatomy.model)
+        layers = layers_of(read_header(source), plan.lacking("attention"), plan.lacking("mlp"))
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType[(gguf_type or "f32").upper()]]
+        return sum(
+            min(tensor.n_bytes, tensor.n_elements // block * size)
+            for tensor in GGUFReader(source).tensors
+            if place(layers, tensor.name) is not None
+        )
+
+    def first_layers(self, anatomy: Anatomy, layers: int, folder: Path) -> PreTrainedModel:
+        """A model loaded from a file with the source's bytes of the first layers, which is written into the folder."""
+        source = source_of(anatomy.model)
+        gone = range(layers + 1, anatomy.num_layers + 1)
+        folder.mkdir()
+        write_gguf(source, folder / source.name, gone, gone)
+        device = device_of(anatomy.model)
+        return load_checkpoint(folder / source.name, dtype=anatomy.model.dtype, device=device).model
 
     def write(self, draft: Draft) -> list[str]:
         """Write the file."""
