@@ -101,11 +101,12 @@ def search(
             process.first(partial(check_folder, folder, KIND, resume))
         checkpoint = open_for(model, settings, process)
         owner, generation = checkpoint.model, None
-        check_depth(anatomy_candidates(owner)[0])  # no export could hold the plan
+        anatomy = anatomy_candidates(owner)[0]
+        check_depth(anatomy)  # no export could hold the plan
         if not isinstance(data, Examples):
             tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
         whole = settings.granularity == "layer" and process.is_main and not is_offloaded(owner)
-        if whole and (obstacle := renumbering_obstacle(owner)) is not None:
+        if whole and anatomy.not_serial is None and (obstacle := renumbering_obstacle(owner)) is not None:
             watcher.say(f"A plan of whole layers can be exported as folded only, with zeros in their place. {obstacle}")
         hashed = model_hash(owner)
         if responses is not None and folder is not None:
@@ -171,7 +172,18 @@ def search_with(
         (used,) = loss_cache.task({"other load": lambda: (other, 0, 0.0)}, float)
         return shares, used
 
+    if scorer.costs.zeroes:
+        watcher.say(
+            f"Removed branches are set to zero, because {scorer.anatomy.not_serial}: `skip apply` holds the plan as "
+            "folded only, which saves no time and no memory."
+        )
     goal = goal_of(loss_cache, settings, problem.blocks, timed)
+    if scorer.costs.whole_passes:
+        watcher.say(
+            "The layers of this model cannot be run one by one: every variant takes a forward pass of its own, at most "
+            f"{most_passes(scorer.costs, settings.search, problem.blocks, loss_cache.num_batches):,} passes over "
+            f"batches of up to {settings.batch_size} sequences."
+        )
     rounds, exchanges = list[Round](), list[dict[str, Any]]()
     if settings.search in ("greedy", "exact"):
         seconds = math.inf if settings.budget is None else seconds_of(settings.budget)
@@ -295,6 +307,21 @@ def plain_flops(costs: Costs, picks: Sequence[Variant], shapes: Sequence[Shape])
     """
     variants = [BASE, *(v for before in chain(picks)[:-1] for v in costs.candidates(before))]
     return sum(costs.whole(variant, shape, every_position=True) for shape in shapes for variant in variants)
+
+
+def most_passes(costs: Costs, search: str, blocks: int | None, batches: int) -> int:
+    """Most forward passes of a search without exchanges, of which each runs one variant on one batch.
+
+    Args:
+        costs: of the model.
+        search: the setting.
+        blocks: to remove; None = up to all.
+        batches: held-out batches.
+    """
+    candidates, removals = len(costs.candidates(BASE)), blocks or len(costs.able)
+    scored = {"greedy": sum(candidates - removed for removed in range(removals)), "one-shot": candidates}
+    scored["exact"] = scored["greedy"]
+    return batches * (removals + 1 + scored.get(search, 0))
 
 
 def _spent(amounts: Mapping[str, float]) -> dict[str, Any]:
