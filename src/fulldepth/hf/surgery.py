@@ -113,7 +113,8 @@ class Switches:
     def scalars(self, scalars: Scalars | None) -> None:
         self._check_entered()
         if scalars is not None and self.no_scalars is not None:
-            raise FulldepthError(f"{type(self.anatomy.model).__name__} takes no scalars: {self.no_scalars}.")
+            kind = type(self.anatomy.model).__name__
+            raise FulldepthError(f"{kind} takes no scalars: {self.no_scalars}. Search with --no-fit.")
         wanted = self.anatomy.num_layers, self.granularity
         if scalars is not None and (own := (scalars.num_layers, scalars.granularity)) != wanted:
             raise FulldepthError(f"Scalars of {own}, for a model with switches of {wanted}.")

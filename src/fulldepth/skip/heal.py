@@ -135,7 +135,8 @@ def refit(
 
     Raises:
         FulldepthError: if the plan is for another model, the model's branches cannot be healed (offloaded or quantised
-            weights, norms after the sums, layers that read more than the one before), no format can hold the healed model, or the data cannot be split.
+            weights, norms after the sums, layers that read more than the one before), no format can hold the healed
+            model, or the data cannot be split.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     reading = HeldoutSettings.model_fields.keys() - PLACES

@@ -56,8 +56,11 @@ def outcome(plan: Plan, problem: SearchProblem, folder: Path | None = None) -> R
     }
     if folder is not None:
         data = str(plan.data.get("name") or "text.jsonl")
-        command = shlex.join(["skip", "heal", str(folder), plan.model.name, "--data", data, "--output", "healed/"])
-        document["next"] = {"why": "heal what is left, and write a checkpoint:", "command": f"fulldepth {command}"}
+        why, verb, options = "heal what is left, and write", "heal", ["--data", data, "--output", "healed/"]
+        if problem.scorer.costs.zeroes:
+            why, verb, options = "write", "apply", ["--format", "folded", "--output", "folded/"]
+        command = shlex.join(["skip", verb, str(folder), plan.model.name, *options])
+        document["next"] = {"why": f"{why} a checkpoint:", "command": f"fulldepth {command}"}
     return Results(joined(tables, removed="Int64", state="str"), dict(finite(document)))
 
 

@@ -172,18 +172,8 @@ def search_with(
         (used,) = loss_cache.task({"other load": lambda: (other, 0, 0.0)}, float)
         return shares, used
 
-    if scorer.costs.zeroes:
-        watcher.say(
-            f"Removed branches are set to zero, because {scorer.anatomy.not_serial}: `skip apply` holds the plan as "
-            "folded only, which saves no time and no memory."
-        )
+    say_costs(problem, watcher)
     goal = goal_of(loss_cache, settings, problem.blocks, timed)
-    if scorer.costs.whole_passes:
-        watcher.say(
-            "The layers of this model cannot be run one by one: every variant takes a forward pass of its own, at most "
-            f"{most_passes(scorer.costs, settings.search, problem.blocks, loss_cache.num_batches):,} passes over "
-            f"batches of up to {settings.batch_size} sequences."
-        )
     rounds, exchanges = list[Round](), list[dict[str, Any]]()
     if settings.search in ("greedy", "exact"):
         seconds = math.inf if settings.budget is None else seconds_of(settings.budget)
@@ -309,19 +299,26 @@ def plain_flops(costs: Costs, picks: Sequence[Variant], shapes: Sequence[Shape])
     return sum(costs.whole(variant, shape, every_position=True) for shape in shapes for variant in variants)
 
 
-def most_passes(costs: Costs, search: str, blocks: int | None, batches: int) -> int:
-    """Most forward passes of a search without exchanges, of which each runs one variant on one batch.
+def say_costs(problem: SearchProblem, watcher: Watcher) -> None:
+    """Say what is special about a search of layers that read more than the one before: its plan's use, and its cost.
 
-    Args:
-        costs: of the model.
-        search: the setting.
-        blocks: to remove; None = up to all.
-        batches: held-out batches.
+    The cost is the most forward passes without exchanges; each runs one variant on one batch.
     """
-    candidates, removals = len(costs.candidates(BASE)), blocks or len(costs.able)
-    scored = {"greedy": sum(candidates - removed for removed in range(removals)), "one-shot": candidates}
-    scored["exact"] = scored["greedy"]
-    return batches * (removals + 1 + scored.get(search, 0))
+    costs, search, kind = problem.scorer.costs, problem.settings.search, type(problem.checkpoint.model).__name__
+    if costs.zeroes:
+        watcher.say(
+            f"In a {kind} removed branches are set to zero: {problem.scorer.anatomy.not_serial}. The plan can be "
+            "exported as folded only, which saves no time and no memory."
+        )
+    if costs.whole_passes:
+        candidates, removals = len(costs.candidates(BASE)), problem.blocks or len(costs.able)
+        rounds = {"greedy": removals, "exact": removals, "one-shot": 1}.get(search, 0)
+        scored = sum(candidates - removed for removed in range(rounds))
+        watcher.say(
+            f"The layers of a {kind} cannot be run one by one: every variant takes a forward pass of its own, at most "
+            f"{len(problem.batches) * (scored + removals + 1):,} passes over batches of up to "
+            f"{problem.settings.batch_size} sequences."
+        )
 
 
 def _spent(amounts: Mapping[str, float]) -> dict[str, Any]:
