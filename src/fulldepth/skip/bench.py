@@ -535,7 +535,7 @@ def _document(
             }
         )
         if entry.notes.get("format") == "folded":
-            warnings.append(f"{entry.label} is folded: it computes its removed blocks, so no time is saved.")
+            warnings.append(f"{entry.label} (format folded) computes its removed blocks, so no time is saved.")
         if entry.original or isinstance(entry.model, LlamaCpp):
             continue
         if entry.model.dtype != first.dtype:
