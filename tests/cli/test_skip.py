@@ -15,6 +15,7 @@ from cli.conftest import shell
 from data.conftest import jsonl
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.results import PAGE, Results
+from fulldepth.skip import load
 from json_files import read_json
 from skip import word_tokenizer
 from tiny_models import seeded
@@ -90,6 +91,32 @@ def test_the_folded_export_has_the_plans_loss_in_stock_transformers(main, house,
     done = shell(sys.executable, "-c", FRESH, *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(planned["healed_loss"], rel=1e-4)
+
+
+def test_a_tree_is_searched_folded_in_its_own_class_and_measured(main, house, tmp_path):
+    word_tokenizer.checkpoint(tmp_path / "tree", "depth_llama-tree")
+    data, folded = ["--data", house / "pairs.jsonl"], tmp_path / "folded"
+    asked = ["skip", "search", tmp_path / "tree", *data, "--blocks", "2", "--granularity", "layer"]
+    code, _, err = main(*asked, "-o", tmp_path / "plan")
+    assert code == 2
+    assert "--no-fit" in err
+    code, _, err = main(*asked, "--no-fit", "-o", tmp_path / "plan")
+    assert code == 0, err
+    assert "folded only" in err
+    assert "takes a forward pass of its own, at most" in err
+    code, _, err = main("skip", "apply", tmp_path / "plan", tmp_path / "tree", "-o", folded)
+    assert code == 0, err
+    removed = read_json(tmp_path / "plan" / "plan.json")["blocks"]
+    assert len(removed) == 2
+    for number, block in enumerate(load(folded).model.layers, start=1):
+        for matrix in (block.self_attn.o_proj.weight, block.mlp.down_proj.weight):
+            assert bool(matrix.any()) is (number not in removed)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": row["prompt"] + row["response"]}) + "\n" for row in rows(6, 2)))
+    measured = ["--data", texts, "--measures", "displacement", "--set", "lens_tokens=null", "-o", tmp_path / "out"]
+    code, _, err = main("measure", folded, *measured)
+    assert code == 0, err
+    assert len(Results.load(tmp_path / "out").values("displacement", "mean", "residual")) == tiny_models.LAYERS
 
 
 MISTAKES = [

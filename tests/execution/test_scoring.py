@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_models as tm
+from fulldepth.errors import FulldepthError
+from fulldepth.execution import scoring
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.execution.scoring import BASE, Scorer
@@ -53,6 +57,73 @@ def test_losses_are_those_of_stock_passes_with_zeroed_branches(name, granularity
             sums = sorted(value for of in found for value in of[variant][kind])
             assert sums == pytest.approx(expected, rel=1e-6, abs=1e-6), (variant, kind)
     assert len({sum(found[0][variant]["loss"]) for variant in variants}) == len(variants)
+
+
+@torch.no_grad()
+def losses_with_zero_weights(model, examples, variant):
+    """Summed losses of single sequences by a copy of a `depth_llama` whose removed branches end in zeros."""
+    model = copy.deepcopy(model)
+    for layer, part in variant:
+        block = model.model.layers[layer - 1]
+        if part != "mlp":
+            block.self_attn.o_proj.weight.zero_()
+        if part != "attention":
+            block.mlp.down_proj.weight.zero_()
+    sums = []
+    for example in examples:
+        logits = model(input_ids=example.input_ids[None]).logits[0, :-1]
+        sums.append(float(functional.cross_entropy(logits, example.labels[1:], reduction="sum")))
+    return sums
+
+
+@pytest.mark.parametrize("granularity", ["attention", "layer", "any"])
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("depth_llama-tree", True),
+        ("depth_llama-static", True),
+        ("depth_llama-dynamic", True),
+        ("depth_llama-kv", True),
+        ("depth_llama-hyper", False),
+    ],
+)
+def test_layers_that_read_more_than_the_one_before_lose_both_branches(name, whole, granularity):
+    model, examples = tm.build(name, dtype=torch.float64), plain.sentences(5, seed=3)
+    variants = variants_of(granularity)
+    with scorer_of(model, examples, granularity, batch_size=2) as (scorer, batches):
+        assert (scorer.costs.zeroes, scorer.costs.whole_passes) == (True, whole)
+        found = [scorer.sums(batch, variants, divergence=True) for batch in batches]
+        healed = [scorer.healed_sums(batch, variants[-1], None)["loss"] for batch in batches]
+        shape = batches[0].shape
+        full = scorer.costs.whole(BASE, shape)
+        assert scorer.costs.whole(variants[-1], shape) == full
+        assert not whole or scorer.costs.shared(variants, shape) == len(variants) * full
+    for variant in variants:
+        sums = sorted(value for of in found for value in of[variant]["loss"])
+        assert sums == pytest.approx(sorted(losses_with_zero_weights(model, examples, variant)), rel=1e-9), variant
+    assert sum(map(sum, healed)) == pytest.approx(sum(sum(of[variants[-1]]["loss"]) for of in found))
+    assert len({sum(found[0][variant]["loss"]) for variant in variants}) == len(variants)
+    assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "depth_llama-hyper"])
+def test_whole_passes_give_the_losses_of_layers_run_one_by_one(name, monkeypatch):
+    def refuse(*_):
+        raise FulldepthError("Layer 2 misses the model's own state.")
+
+    model, examples = tm.build(name), plain.sentences(4, seed=3)
+    variants, scores = variants_of("any"), []
+    for forced in (False, True):
+        monkeypatch.setattr(scoring, "LayerRunner", refuse if forced else LayerRunner)
+        with scorer_of(model, examples, "any") as (scorer, (batch,)):
+            assert scorer.costs.whole_passes is forced
+            scores.append(scorer.sums(batch, variants, divergence=True))
+            if forced and name != "depth_llama-hyper":
+                with refused("takes no scalars: Layer 2 misses the model's own state"):
+                    scorer.healed_sums(batch, BASE, Scalars(3, (), "any"))
+    for variant in variants:
+        for kind in ("loss", "kl"):
+            assert scores[0][variant][kind] == pytest.approx(scores[1][variant][kind], rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_neox"])
@@ -137,8 +208,3 @@ def test_what_cannot_be_replayed_is_refused():
         with refused(words):
             LayerRunner(anatomy_candidates(model)[0], make_batches(examples, 3)[0].inputs)
         assert not any("forward" in vars(module) for module in model.modules())
-    with (
-        refused("several residual streams"),
-        scorer_of(tm.build("depth_llama-hyper"), examples),
-    ):
-        pass

@@ -252,9 +252,6 @@ def compiled(model):
     ("model", "reason"),
     [
         *((lambda name=name: tm.build(name), "an encoder") for name in ("bert", "vit", "clip-text", "detr")),
-        (lambda: tm.build("depth_llama-tree"), "a tree"),
-        (lambda: tm.build("depth_llama-hyper"), "several residual streams"),
-        (lambda: tm.build("depth_llama-kv"), "a memory"),
         (
             lambda: zoo.build("opt", "causal-lm", do_layer_norm_before=False),
             "norms follow|not read the stream|are not known",
@@ -267,6 +264,33 @@ def test_models_that_cannot_skip_are_refused_with_the_reason(model, reason):
     for anatomy in anatomy_candidates(model()):
         with refused(reason), Switches(anatomy):
             pass
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("depth_llama-tree", "a tree"),
+        ("depth_llama-hyper", "several residual streams"),
+        *((f"depth_llama-{kind}", "a memory|a tree") for kind in ("static", "dynamic", "kv")),
+    ],
+)
+def test_where_layers_read_more_than_the_one_before_a_skipped_layer_has_two_zeroed_matrices(name, reason):
+    model, stock = endless(tm.build(name)), tm.build(name)
+    anatomy, before = find_anatomy(model), anatomy_of_modules(model)
+    for granularity in GRANULARITIES[:3]:
+        matrices = {"attention": LLAMA_LIKE[:1], "mlp": LLAMA_LIKE[1:], "layer": LLAMA_LIKE}[granularity]
+        for layers in ({1}, {2, 3}):
+            expected = stock
+            for matrix in matrices:
+                expected = zeroed(expected, layers, matrix)
+            with skipping(anatomy, layers, granularity) as switches:
+                assert torch.equal(logits_of(model), logits_of(expected))
+                with refused(f"takes no scalars: .*({reason})"):
+                    switches.scalars = Scalars(3, layers, granularity)
+    with skipping(anatomy, {1, 3}):
+        check_decoding(model)
+    assert anatomy_of_modules(model) == before
+    assert torch.equal(logits_of(model), logits_of(stock))
 
 
 class MlpOnly(nn.Module):

@@ -62,6 +62,54 @@ def test_layers_of_experts_are_candidates():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "granularity", "passes"),
+    [
+        ("depth_llama-tree", "layer", 60),
+        ("depth_llama-static", "attention", 60),
+        ("depth_llama-dynamic", "mlp", 60),
+        ("depth_llama-kv", "attention", 60),
+        ("depth_llama-hyper", "layer", None),
+    ],
+)
+def test_trees_and_memories_are_searched_as_the_plain_loop_does(name, granularity, passes):
+    model, examples, told = tm.build(name, dtype=torch.float64), plain.examples(heldout=6), []
+    picks, losses = plain.plain_loop(model, examples.heldout, 3, granularity)
+    for search_name in ("exact", "greedy"):
+        watcher = Watcher(say=told.append)
+        plan = find(model, examples, 3, search=search_name, granularity=granularity, batch_size=1, watcher=watcher)
+        assert plan.blocks == picks
+        assert plan.losses == pytest.approx(losses, rel=1e-9)
+        assert plan.cost["forwards"] <= (passes or 60)
+    pairs = itertools.combinations((1, 2, 3), 2)
+    best = min(pairs, key=lambda pair: plain.loss(model, examples.heldout, pair, granularity))
+    assert {*picks[:2]} == {*best}
+    assert "folded only" in told[0]
+    assert any("takes a forward pass of its own" in line for line in told) is (passes is not None)
+    assert passes is None or f"at most {passes} passes over batches of up to 1 " in told[1]
+
+
+def test_the_input_of_a_layer_of_a_tree_is_the_sum_that_it_reads():
+    """The third layer changes its sum more than the second, and less the output before it."""
+    model, examples = tm.build("depth_llama-tree", dtype=torch.float64), plain.examples(heldout=6)
+    model.model.layers[2].mlp.down_proj.weight.data.mul_(3)
+    found = find(model, examples, 3, search="cosine", granularity="layer")
+    scores, inputs = [0.0] * 3, {}
+    for number, block in enumerate(model.model.layers):
+
+        def compare(module, args, output, number=number):
+            scores[number] += float((1 - F.cosine_similarity(inputs[number], output, dim=-1)).sum())
+
+        block.input_layernorm.register_forward_pre_hook(
+            lambda module, args, number=number: inputs.__setitem__(number, args[0])
+        )
+        block.register_forward_hook(compare)
+    with torch.no_grad():
+        for example in examples.heldout:
+            model(input_ids=example.input_ids[None])
+    assert found.blocks == sorted((1, 2, 3), key=lambda layer: scores[layer - 1]) == [2, 3, 1]
+
+
 def test_exact_is_exact_where_nothing_separates_the_candidates():
     torch.manual_seed(0)
     model, examples = plain.fresh(6, 16).double().eval(), plain.examples(heldout=24)  # untrained: guesses are wrong
@@ -209,7 +257,10 @@ REFUSED = [
     ("'chunks'", {"chunk": 4}),
     ("device", {"device": "cpu", "device_map": "auto"}),
     ("BertForMaskedLM", {"model": tm.build("bert")}),
-    ("tree", {"model": tm.build("depth_llama-tree")}),
+    ("a tree .* not with scalars: .* --no-fit", {"model": tm.build("depth_llama-tree"), "fit": True}),
+    ("a memory .* not with target_bytes", {"model": tm.build("depth_llama-kv"), "blocks": None, "target_bytes": 0.9}),
+    ("streams .* not with the search taylor", {"model": tm.build("depth_llama-hyper"), "search": "taylor"}),
+    ("a tree .* not with the criterion scaled", {"model": tm.build("depth_llama-dynamic"), "criterion": "scaled"}),
     ("merge_and_unload", {"model": "adapted"}),
     ("NaN", {"model": "broken"}),
     ("data are empty", {"heldout": []}),

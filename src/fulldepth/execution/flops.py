@@ -200,6 +200,10 @@ class Costs:
     """Blocks that `granularity` can remove, sorted; a whole layer of `any` is its attention and its MLP."""
     global_layers: frozenset[int] = frozenset()
     """Layers whose attention sees all tokens, of a model that also has sliding windows: one keeps its attention."""
+    zeroes: bool = False
+    """Whether removed branches are computed and their outputs set to zero (see `Switches`)."""
+    whole_passes: bool = False
+    """Whether every variant takes a forward pass of its own, because layers cannot be run one by one."""
 
     @property
     def num_layers(self) -> int:
@@ -207,11 +211,12 @@ class Costs:
         return len(self.mlp)
 
     def block(self, layer: int, shape: Shape, removed: Collection[str] = ()) -> float:
-        """One layer over a batch, without the removed parts."""
+        """One layer over a batch, without the removed parts (unless `zeroes`)."""
         attention = self.attention[layer - 1] + self.keys[layer - 1] * shape.length
         left = {"attention": attention, "mlp": self.mlp[layer - 1]}
         tokens = shape.batch * shape.length
-        return tokens * sum(cost for part, cost in left.items() if not {part, "layer"} & set(removed))
+        gone = () if self.zeroes else removed
+        return tokens * sum(cost for part, cost in left.items() if not {part, "layer"} & set(gone))
 
     def whole(self, variant: Variant, shape: Shape, *, every_position: bool = False) -> float:
         """A forward pass of a variant; the head runs at labelled positions, or at all as in a stock model."""
@@ -220,7 +225,12 @@ class Costs:
         return sum(self.block(layer, shape, parts_of(variant, layer)) for layer in layers) + rows * self.head
 
     def shared(self, variants: Collection[Variant], shape: Shape) -> float:
-        """A pass of several variants that share each block's output as long as they skip the same earlier blocks."""
+        """A pass of several variants that share each block's output as long as they skip the same earlier blocks.
+
+        With `whole_passes` nothing is shared.
+        """
+        if self.whole_passes:
+            return sum(self.whole(variant, shape) for variant in variants)
         layers = range(self.num_layers)
         # Sorted by the removed parts of each layer, neighbours share the longest prefix of layers.
         ordered = sorted({tuple(parts_of(variant, layer + 1) for layer in layers) for variant in variants})

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Costs, Shape, Variant, costs_of, parts_of
 from fulldepth.execution.layer_runner import LayerRunner
-from fulldepth.hf import Anatomy, Block, Classifier, device_of
+from fulldepth.hf import Anatomy, Block, Classifier, body_inputs, device_of
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.targets import IGNORE, next_targets
@@ -78,15 +78,16 @@ class ScoredBatch:
 class Scorer:
     """Losses of variants of one model.
 
+    Blocks are run one by one, and the common first layers of several variants once. In a model where that misses the
+    model's own states (`LayerRunner` refuses it: a tree of layers, a memory of earlier ones), every variant takes a
+    forward pass of its own (`costs.whole_passes`), and scalars are refused.
+
     Args:
         anatomy: a decoder with a language-model head.
         classifier: final norm and head.
         switches: skip parts of the model; entered by the caller.
         batch: a small batch on which running the blocks one by one is verified (see `LayerRunner`).
         keep: 1-based layers of which no block is a candidate.
-
-    Raises:
-        FulldepthError: if the model's layers cannot be run one by one, or it has several residual streams.
     """
 
     def __init__(
@@ -100,11 +101,14 @@ class Scorer:
     ) -> None:
         self.anatomy, self.classifier, self.switches = anatomy, classifier, switches
         self.granularity = switches.granularity
-        self.costs: Costs = costs_of(anatomy, classifier, switches.granularity, keep)
         self.device = device_of(anatomy.model)
-        if anatomy.has_streams:
-            raise FulldepthError(f"{type(anatomy.model).__name__} has several residual streams; none can be searched.")
-        self.runner = LayerRunner(anatomy, batch.to(self.device).inputs)
+        self.runner: LayerRunner | None = None
+        try:
+            self.runner = LayerRunner(anatomy, batch.to(self.device).inputs)
+        except FulldepthError as error:
+            switches.no_scalars = switches.no_scalars or str(error).rstrip(".")
+        costs = costs_of(anatomy, classifier, switches.granularity, keep)
+        self.costs: Costs = replace(costs, zeroes=switches.zeroes, whole_passes=self.runner is None)
 
     @torch.no_grad()
     def sums(
@@ -117,7 +121,7 @@ class Scorer:
     ) -> dict[Variant, dict[str, list[float]]]:
         """Summed losses of every sequence under each variant, in nats.
 
-        Common prefixes of variants are run once; the head runs at labelled positions only.
+        Common prefixes of variants are run once where layers run one by one; the head runs at labelled positions only.
 
         Args:
             batch: B sequences.
@@ -134,7 +138,7 @@ class Scorer:
         ordered = sorted({*variants, *([BASE] if divergence else [])}, key=sorted)
         sums: dict[Variant, dict[str, list[float]]] = {}
         references: list[Tensor] | None = None
-        for variant, states in self._leaves(1, self.runner.begin(batch.inputs), ordered):
+        for variant, states in self._last_states(batch, ordered):
             rows = states[batch.where.to(states.device)]
             if divergence and references is None:  # the base comes first: `_leaves` visits unskipped branches first
                 references = list(self.predicted(rows))
@@ -207,6 +211,10 @@ class Scorer:
                 pass, which must come before any other run; None: as in `Costs.checkpoints`.
         """
         self.plain()
+        if self.runner is None:
+            self.switches.scalars = scalars  # refused unless None
+            states = self._whole_pass(batch, variant)
+            return states[batch.where.to(states.device)]
         states = self.runner.begin(batch.inputs)
         self.switches.skip(variant)
         self.switches.scalars = scalars
@@ -215,8 +223,9 @@ class Scorer:
         if again:  # the rerun is complete, so that hooks that unload its weights run too
             run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False, early_stop=False)
         for layer in range(1, self.costs.num_layers + 1):
-            if parts_of(variant, layer) != ("layer",):
+            if self.switches.zeroes or parts_of(variant, layer) != ("layer",):
                 states = run(layer, states)
+        states = self.anatomy.stream(states)
         return states[batch.where.to(states.device)]
 
     def predictions(self, rows: Tensor) -> Tensor:
@@ -235,6 +244,29 @@ class Scorer:
             total = total + checkpoint(loss, part, targets[at], use_reentrant=False)
         return total
 
+    def _last_states(self, batch: ScoredBatch, variants: Sequence[Variant]) -> Iterator[tuple[Variant, Tensor]]:
+        """Each variant with its last states `[B, T, D]`; the unmodified model comes first."""
+        if self.runner is None:
+            yield from ((variant, self._whole_pass(batch, variant)) for variant in variants)
+        else:
+            for variant, states in self._leaves(1, self.runner.begin(batch.inputs), variants):
+                yield variant, self.anatomy.stream(states)
+
+    def _whole_pass(self, batch: ScoredBatch, variant: Variant) -> Tensor:
+        """[B, T, D] last states of one variant, by a forward pass of the model."""
+        last: list[Tensor] = []
+
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            last.append(output[0] if isinstance(output, tuple | list) else output)
+
+        self.switches.skip(variant)
+        hook = self.anatomy.blocks[-1].register_forward_hook(keep)
+        try:
+            self.anatomy.body(**body_inputs(self.anatomy, batch.inputs))
+        finally:
+            hook.remove()
+        return self.anatomy.stream(last[-1])
+
     def _leaves(self, layer: int, states: Tensor, variants: Sequence[Variant]) -> Iterator[tuple[Variant, Tensor]]:
         """Each variant with its last states, depth first; only the states at branching points are kept."""
         group = list(variants)
@@ -251,8 +283,9 @@ class Scorer:
 
     def _block(self, layer: int, states: Tensor, removed: tuple[str, ...]) -> Tensor:
         """One block without these parts."""
-        if removed == ("layer",):
+        if removed == ("layer",) and not self.switches.zeroes:
             return states
+        assert self.runner is not None
         variant = Variant(Block(layer, part) for part in removed)
         if self.switches.skipped != variant:
             self.switches.skip(variant)

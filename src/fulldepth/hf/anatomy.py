@@ -157,6 +157,16 @@ class Anatomy:
         """Whether blocks hold several residual streams."""
         return self.family.attention_connection is not None and self.part(1, "attention_connection") is not None
 
+    @property
+    def not_serial(self) -> str | None:
+        """What layers read besides the output of the layer before, as a clause; None where that is all."""
+        reasons = {
+            "its layers read a tree of earlier outputs": bool(self.layers_with("input_norms")),
+            "its blocks hold several residual streams (Hyper-Connections)": self.has_streams,
+            "its attention reads a memory of earlier layers": bool(self.layers_with("router")),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
     def stream(self, states: Tensor) -> Tensor:
         """[B, T, D] the residual stream from a block's input or output; the sum where there are several streams."""
         states = states.transpose(0, 1) if self.family.sequence_first else states

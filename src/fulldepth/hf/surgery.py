@@ -50,6 +50,11 @@ class Switches:
     entries. `generate`, loops with a cache, left-padded batches and passes without a cache therefore agree for every
     set of layers. A cache can be continued with the set of skipped layers that it was filled with, or a larger one.
 
+    In a model whose layers read more than the layer before (`Anatomy.not_serial`), a skipped branch is computed and
+    its output set to zero (`zeroes`); a skipped `layer` has both branches set to zero. Everything else stays: the sum
+    of a tree and its norms, the mixing of residual streams, and the states, keys and values that later layers read
+    from a memory, those of the skipped layer included. Scalars are refused.
+
     On leaving, also by an exception, the model is restored. One `with` at a time; the object can be used again.
 
     Args:
@@ -57,8 +62,7 @@ class Switches:
         granularity: the part that a skipped layer does not compute: `attention`, `mlp` or `layer`; `any` = blocks.
 
     Raises:
-        FulldepthError: for an unknown granularity, and a model that cannot skip: encoders, post-norm blocks, blocks
-            that read more than the layer before them (tree, Hyper-Connections, memory).
+        FulldepthError: for an unknown granularity, and a model that cannot skip: encoders, post-norm blocks.
     """
 
     def __init__(self, anatomy: Anatomy, granularity: str = "attention") -> None:
@@ -79,9 +83,6 @@ class Switches:
             "its norms follow the residual sums, so a block without its branch would change the stream": (
                 family.design == "post"
             ),
-            "its layers read a tree of earlier outputs": bool(anatomy.layers_with("input_norms")),
-            "its blocks hold several residual streams (Hyper-Connections)": anatomy.has_streams,
-            "its attention reads a memory of earlier layers": bool(anatomy.layers_with("router")),
             "its attention and MLP modules are not known": not (
                 anatomy.layers_with("attention") and anatomy.layers_with("mlp")
             ),
@@ -92,6 +93,10 @@ class Switches:
                 raise FulldepthError(f"{type(anatomy.model).__name__} cannot skip: {reason}.")
         self.anatomy = anatomy
         self.granularity = granularity
+        self.zeroes = anatomy.not_serial is not None
+        """Whether a skipped branch is computed, and its output set to zero."""
+        self.no_scalars = anatomy.not_serial
+        """Why scalars are refused; None where they are not."""
         self.skipped: frozenset[Block] = frozenset()
         """The blocks that are skipped at present."""
         self._scalars: Scalars | None = None
@@ -107,6 +112,9 @@ class Switches:
     @scalars.setter
     def scalars(self, scalars: Scalars | None) -> None:
         self._check_entered()
+        if scalars is not None and self.no_scalars is not None:
+            kind = type(self.anatomy.model).__name__
+            raise FulldepthError(f"{kind} takes no scalars: {self.no_scalars}. Search with --no-fit.")
         wanted = self.anatomy.num_layers, self.granularity
         if scalars is not None and (own := (scalars.num_layers, scalars.granularity)) != wanted:
             raise FulldepthError(f"Scalars of {own}, for a model with switches of {wanted}.")
@@ -132,7 +140,9 @@ class Switches:
             raise FulldepthError(
                 "Layers that are compiled one by one cannot be switched; compile the whole model, or nothing."
             )
-        self._ports = _ports(self.anatomy)
+        self._ports = {layer: {} for layer in range(1, self.anatomy.num_layers + 1)}
+        if not self.zeroes:
+            self._ports = _ports(self.anatomy)
         _SWITCHED.add(blocks)
         model = self.anatomy.model
         self._replace(0, model, partial(self._save, model.save_pretrained), "save_pretrained")
@@ -183,6 +193,12 @@ class Switches:
             self._replace(layer, block, partial(_refuse, layer, bool(skipped), tuple(factors)))
             return
         for part in skipped:
+            if self.zeroes:
+                for role in ROLES if part == "layer" else (part,):
+                    branch = self.anatomy.part(layer, f"{role}_branch")
+                    if branch is not None:
+                        self._replace(layer, branch, partial(_zeroed, branch.forward))
+                continue
             port = self._ports[layer][part]
             if port.norm is not None and not port.shared:
                 self._replace(layer, port.norm, partial(_without, 0, None, True))
@@ -289,6 +305,14 @@ def _without(outputs: int, index: int | None, identity: bool, *args: Any, **kwar
         cache.update(*blanks, index)
     states = states if identity else torch.zeros_like(states)
     return (states, *[None] * (outputs - 1)) if outputs else states
+
+
+def _zeroed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a branch and sets its output to zero; what it returns beside it, as keys for later layers, stays."""
+    output = forward(*args, **kwargs)
+    if isinstance(output, tuple):
+        return (torch.zeros_like(output[0]), *output[1:])
+    return torch.zeros_like(output)
 
 
 def _refuse(layer: int, skipped: bool, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:

@@ -484,7 +484,6 @@ class Measured:
     def table(self) -> pd.DataFrame:
         """Rows with the columns `model`, `batch` and `context`."""
         tables = []
-        original = next(iter(self.programs))
         for label in self.programs:
             rows: list[tuple[Any, ...]] = [
                 ("parameter_bytes", "model", None, None, "value", self.parameter_bytes[label], None, "bytes")
@@ -499,7 +498,7 @@ class Measured:
                 for phase in PHASES:
                     seconds = self.times[label, cell, phase]
                     rows.append((f"{phase}_time", phase, None, None, "median", median(seconds), len(seconds), "s"))
-                if label == original:
+                if label == next(iter(self.programs)):
                     rows.append(("other_load", "model", None, None, "value", self.other_load[cell], None, "1"))
                 rows += self._ratios(label, cell)
                 tables.append(tabulate(rows, model=label, batch=cell.batch, context=cell.context))
@@ -535,6 +534,8 @@ def _document(
                 **{name: plan.get(name) for name in ("granularity", "blocks", "losses", "healed_loss")},
             }
         )
+        if entry.notes.get("format") == "folded":
+            warnings.append(f"{entry.label} (format folded) computes its removed blocks, so no time is saved.")
         if entry.original or isinstance(entry.model, LlamaCpp):
             continue
         if entry.model.dtype != first.dtype:
@@ -581,8 +582,7 @@ def _headline(
     entries: Sequence[BenchedModel], measured: Measured, examples: Examples | None
 ) -> Iterator[tuple[str, Finding]]:
     """Findings by name for each export: the added loss, and for each phase the ratio of times."""
-    not_compared = measured.busy()
-    if not_compared is not None:
+    if (not_compared := measured.busy()) is not None:
         yield "times", not_compared
     for entry in entries[1:]:
         label = entry.label

@@ -139,7 +139,8 @@ def refit(
 
     Raises:
         FulldepthError: if the plan is for another model, the model's branches cannot be healed (offloaded or quantised
-            weights, norms after the sums), no format can hold the healed model, or the data cannot be split.
+            weights, norms after the sums, layers that read more than the one before), no format can hold the healed
+            model, or the data cannot be split.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     reading = HeldoutSettings.model_fields.keys() - PLACES
@@ -151,6 +152,12 @@ def refit(
     if is_offloaded(original):
         raise FulldepthError("Offloaded weights cannot be healed. Load the model without a device map.")
     plan.check_model(original)
+    if reason := find_anatomy(original).not_serial:
+        raise FulldepthError(
+            f"{type(original).__name__} cannot be healed: {reason}. Least squares compare one stream layer by layer, "
+            "and training would bring the removed branches back, which stay in the model with weights of zero. "
+            "`fulldepth skip apply --format folded` writes the plan's checkpoint."
+        )
     own = format_for(plan, original)
     formats = [settings.format or own] + [own] * bool(settings.steps) + ["gguf"] * bool(settings.gguf)
     for format in formats:

@@ -62,9 +62,12 @@ def outcome(
     if folder is not None:
         given = data if isinstance(data, str | Path) else plan.data.get("name") or "text.jsonl"
         apart = ["--heldout", str(heldout)] if isinstance(heldout, str | Path) else []
-        asked = [str(folder), plan.model.name, "--data", str(given), *apart, "--output", "healed/"]
-        command = f"fulldepth skip heal {shlex.join(asked)}"
-        document["next"] = {"why": "heal what is left, and write a checkpoint:", "command": command}
+        why, verb = "heal what is left, and write", "heal"
+        options = ["--data", str(given), *apart, "--output", "healed/"]
+        if problem.scorer.costs.zeroes:
+            why, verb, options = "write", "apply", ["--format", "folded", "--output", "folded/"]
+        command = shlex.join(["skip", verb, str(folder), plan.model.name, *options])
+        document["next"] = {"why": f"{why} a checkpoint:", "command": f"fulldepth {command}"}
     return Results(joined(tables, removed="Int64", state="str"), dict(finite(document)))
 
 

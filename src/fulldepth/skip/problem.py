@@ -68,11 +68,23 @@ def open_for(model: str | Path | PreTrainedModel, settings: SearchSettings, proc
     """The language model as passed in, or loaded by the settings of a search.
 
     Raises:
-        FulldepthError: as `load_checkpoint`; for another model.
+        FulldepthError: as `load_checkpoint`; for another model; for settings that it makes meaningless.
     """
     options = settings.model_dump(include={"dtype", "device_map", "revision", "trust_remote_code"})
     checkpoint = open_model(model, device=process.device(settings.device), **options)
-    check_task(anatomy_candidates(checkpoint.model)[0])
+    anatomy = check_task(anatomy_candidates(checkpoint.model)[0])
+    if anatomy.not_serial is not None:
+        refused = {
+            f"{settings.target}: zeros save no time and no bytes; set the number of blocks": settings.target,
+            "scalars: they have no place there; use --no-fit (fit=False)": settings.fit,
+            "the criterion scaled: scalars have no place there; use loss or kl": settings.criterion == SCALED,
+            "the search taylor: its gates are scalars, which have no place there": settings.search == "taylor",
+        }
+        if reason := next((text for text, holds in refused.items() if holds), None):
+            raise FulldepthError(
+                f"{type(checkpoint.model).__name__} can be searched, with removed branches set to zero "
+                f"({anatomy.not_serial}), but not with {reason}."
+            )
     return checkpoint
 
 
@@ -134,8 +146,9 @@ def prepared(
             if not able or ((blocks or 0) > len(able) and not isinstance(settings, CurveSettings)):
                 raise FulldepthError(f"Cannot remove {blocks or 'any'} blocks: {len(able)} can be removed ({kind}).")
             blocks = blocks and min(blocks, len(able))
-            if settings.fit or settings.criterion == SCALED:
-                check_fit(data.train)
+            if settings.fit or settings.criterion == SCALED or settings.search == "taylor":
+                if settings.search != "taylor" or settings.fit:
+                    check_fit(data.train)
                 switches.scalars = Scalars(anatomy.num_layers, (), kind)  # refused before the search
                 scorer.plain()
             yield SearchProblem(checkpoint, hashed, scorer, data, chunks, settings, blocks)

@@ -21,9 +21,9 @@ from fulldepth.skip.loss_cache import Chunk, LossCache
 from fulldepth.skip.plan import picks_of
 
 SITES = {"attention": ("attention_carried", "attention_branch"), "mlp": ("mlp_input", "mlp_branch")} | {
-    "layer": ("residual",)
+    "layer": ("attention_input", "residual")
 }
-"""Part -> the sites of the stream that a branch is added to, and of the branch."""
+"""Part -> the sites of the stream that a branch is added to, and of the branch; of a layer, of its input and output."""
 GATES = {"attention": ("b_att",), "mlp": ("b_mlp",), "layer": ("b_att", "b_mlp")}
 """Part -> the factors that switch it off at 0."""
 
@@ -149,9 +149,9 @@ def influence(scorer: Scorer, chunk: Chunk, runs: Sequence[Sequence[Block]], *, 
         with capture(scorer.anatomy, sorted(sites)) as activations:
             scorer.anatomy.body(**body_inputs(scorer.anatomy, inputs))
         for index, run in enumerate(runs):
-            streams, *branches = (activations[site] for site in SITES[run[0].part])
+            streams, ends = (activations[site] for site in SITES[run[0].part])
             before = streams[run[0].layer - 1]  # [B, T, D]
-            after = before + branches[0][run[0].layer - 1] if branches else streams[run[-1].layer]
+            after = ends[run[-1].layer] if run[0].part == "layer" else before + ends[run[0].layer - 1]
             mask = inputs["attention_mask"].to(before.device).bool()
             after = after.to(before.device)
             cosine = functional.cosine_similarity(before[mask].double(), after[mask].double(), dim=-1).clamp(-1, 1)

@@ -101,10 +101,11 @@ def search(
             process.first(partial(check_folder, folder, KIND, resume))
         checkpoint = open_for(model, settings, process)
         owner, generation = checkpoint.model, None
-        check_depth(anatomy_candidates(owner)[0])  # no export could hold the plan
+        anatomy = anatomy_candidates(owner)[0]
+        check_depth(anatomy)  # no export could hold the plan
         if not isinstance(data, Examples):
             tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
-        tried = process.is_main and not is_offloaded(owner)
+        tried = process.is_main and not is_offloaded(owner) and anatomy.not_serial is None
         if tried and (obstacle := export_obstacle(owner, settings.granularity)) is not None:
             watcher.say(obstacle)
         hashed = model_hash(owner)
@@ -171,6 +172,7 @@ def search_with(
         (used,) = loss_cache.task({"other load": lambda: (other, 0, 0.0)}, float)
         return shares, used
 
+    say_costs(problem, watcher)
     goal = goal_of(loss_cache, settings, problem.blocks, timed)
     rounds, exchanges = list[Round](), list[dict[str, Any]]()
     if settings.search in ("greedy", "exact"):
@@ -295,6 +297,28 @@ def plain_flops(costs: Costs, picks: Sequence[Variant], shapes: Sequence[Shape])
     """
     variants = [BASE, *(v for before in chain(picks)[:-1] for v in costs.candidates(before))]
     return sum(costs.whole(variant, shape, every_position=True) for shape in shapes for variant in variants)
+
+
+def say_costs(problem: SearchProblem, watcher: Watcher) -> None:
+    """Say what is special about a search of layers that read more than the one before: its plan's use, and its cost.
+
+    The cost is the most forward passes without exchanges; each runs one variant on one batch.
+    """
+    costs, search, kind = problem.scorer.costs, problem.settings.search, type(problem.checkpoint.model).__name__
+    if costs.zeroes:
+        watcher.say(
+            f"In a {kind} removed branches are set to zero: {problem.scorer.anatomy.not_serial}. The plan can be "
+            "exported as folded only, which saves no time and no memory."
+        )
+    if costs.whole_passes:
+        candidates, removals = len(costs.candidates(BASE)), problem.blocks or len(costs.able)
+        rounds = {"greedy": removals, "exact": removals, "one-shot": 1}.get(search, 0)
+        scored = sum(candidates - removed for removed in range(rounds))
+        watcher.say(
+            f"The layers of a {kind} cannot be run one by one: every variant takes a forward pass of its own, at most "
+            f"{len(problem.batches) * (scored + removals + 1):,} passes over batches of up to "
+            f"{problem.settings.batch_size} sequences."
+        )
 
 
 def _spent(amounts: Mapping[str, float]) -> dict[str, Any]:

@@ -20,11 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaF
 import tiny_models
 from fulldepth import exit
 from fulldepth.architectures import TESTED_TRANSFORMERS
-from fulldepth.execution import readers
+from fulldepth.execution import find_anatomy, readers
 from fulldepth.healing import heal
+from fulldepth.hf import skipping
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.export import NOTES, export, load
 from fulldepth.skip.exports.formats import FORMATS, as_stock, decilm
+from fulldepth.skip.heal import refit
 from json_files import read_json, write_json
 from refusals import refused
 from skip import planned
@@ -119,6 +121,32 @@ def test_scaled_norms_become_gains_of_a_stock_model(tmp_path):
     report = export(plan, model, "folded", tmp_path / "plain")
     assert report.verified
     assert relative(logits(load(report.path)), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["tree", "hyper", "static", "dynamic", "kv"])
+def test_a_depth_llama_that_no_stock_class_computes_is_folded_in_its_own_class(name, tmp_path, monkeypatch):
+    """Against a copy with zeros in the last matrices, in float64; a fresh process reads one with the folder's code."""
+    model = tiny_models.build(f"depth_llama-{name}", dtype=torch.float64)
+    plan, expected = planned.plan(model, ["attention 1", "mlp 3"], "any", None), copy.deepcopy(model)
+    expected.model.layers[0].self_attn.o_proj.weight.data.zero_()
+    expected.model.layers[2].mlp.down_proj.weight.data.zero_()
+    for format in FORMATS.keys() - {"folded"}:
+        with refused("Use --format folded"):
+            export(plan, model, format, tmp_path / ("other.gguf" if format == "gguf" else "other"))
+    if name != "kv":
+        monkeypatch.setattr(exporting, "prove", lambda *_: 0.0)
+    report = export(plan, model, "folded", tmp_path / "out")
+    assert report.logit_error < 1e-6
+    assert "fulldepth.skip.load" in (report.path / "README.md").read_text()
+    made = load(report.path)
+    assert type(made) is type(model)
+    assert made.config.switches == model.config.switches
+    assert tiny_models.same_weights(made, expected)
+    assert relative(logits(made), logits(expected)) < 1e-12
+    with skipping(find_anatomy(model), plan.removed, "any"):
+        assert relative(logits(model), logits(made)) < 1e-12
+    with refused("cannot be healed: .*--format folded"):
+        refit(plan, model, [])
 
 
 @pytest.mark.usefixtures("unproven")

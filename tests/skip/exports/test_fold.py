@@ -117,7 +117,7 @@ def unfoldable(case):
         ("bert", "norms come after the sums"),
         ("depth_llama-tree", "tree"),
         ("depth_llama-hyper", "several residual streams"),
-        ("depth_llama-static", "states of several layers"),
+        ("depth_llama-static", "a memory of earlier layers"),
         ("olmo2", "sees the scale of the stream"),
         ("llama zero", "s_att of layer 3"),
         ("llama negative", "s_mlp of layer 3"),

@@ -257,6 +257,7 @@ def _export(
         load_tokenizer(chosen, **hub)  # a wrong name is refused before the weights are written
     if not is_trial and size_of(loaded) >= LARGE:
         rehearse(plan, loaded, format, target, settings, tokenizer)
+    reader = file_format.reader_of(stock.model)
     reader_map = "auto" if settings.device_map is not None or is_offloaded(loaded) else None
     with folder_to_be(target, file=single) as part:
         anatomy = stock if stock.model is loaded else find_anatomy(loaded)
@@ -290,8 +291,8 @@ def _export(
         notes += restore_outputs(asked, part)
         notes += save_tokenizer(chosen, (plan.data.get("tokenizer"), source, plan.model.name), part, **hub)
         publish_older_tokenizer(part)
-        strip_foreign_code(part, carries_code=file_format.reader == "carried")
-        logit_error = prove(part, ids, expected, allowed, file_format.reader, reader_map)
+        strip_foreign_code(part, carries_code=reader == "carried")
+        logit_error = prove(part, ids, expected, allowed, reader, reader_map)
         parameters = count_parameters(part)
         document = {
             "schema_version": SCHEMA_VERSION,
@@ -304,7 +305,7 @@ def _export(
             "plan": plan.document(),
         }
         (part / NOTES).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        card_of(plan, file_format, logit_error, parameters, notes).write(part)
+        card_of(plan, file_format, logit_error, parameters, notes, reader=reader).write(part)
         size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
     return Export(format, target, logit_error, parameters, size, file_format.verified, tuple(notes))
 
@@ -352,6 +353,7 @@ def card_of(
     parameters: int,
     notes: Sequence[str],
     healed: Mapping[str, str] | None = None,
+    reader: str | None = None,
 ) -> ModelCard:
     """The card of an export: what was removed, held-out losses, how far the logits are from the plan's.
 
@@ -362,6 +364,7 @@ def card_of(
         parameters: see `Export`.
         notes: see `Export`.
         healed: what is known of a model that was healed after the plan, name -> value, in place of the plan's losses.
+        reader: of the export; None = the format's.
     """
     name = one_line(plan.model.name, 200)
     title = f"{name} without {plan.what}"
@@ -387,7 +390,7 @@ def card_of(
             "Largest difference of a logit from the plan's model": f"{logit_error:.1e} of the largest logit",
             "Format": f"`{format.name}`",
         },
-        loading=CARRIED if format.reader == "carried" else STOCK,
+        loading=CARRIED if (reader or format.reader) == "carried" else STOCK,
         source=plan.model.name,
         tags=["hopscotch", "pruning"],
         notes=["\n".join(f"- {note}" for note in notes)],

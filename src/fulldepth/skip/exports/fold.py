@@ -170,16 +170,9 @@ def check_foldable(anatomy: Anatomy, plan: Plan) -> None:
         return
     reasons = {
         "its norms come after the sums, so nothing takes a factor out of the stream": anatomy.family.design == "post",
-        "it has several residual streams, mixed by weights that see their scale": anatomy.has_streams,
-        "layers of its tree read sums of several normalised outputs, where scales do not carry over": bool(
-            anatomy.layers_with("input_norms")
-        ),
-        "its attention mixes the states of several layers, which would have several scales": bool(
-            anatomy.layers_with("router")
-        ),
         "it has no final norm to take the last factor out": anatomy.final_norm is None,
     }
-    reason = next((text for text, applies in reasons.items() if applies), None)
+    reason = anatomy.not_serial or next((text for text, applies in reasons.items() if applies), None)
     if reason := reason or scale_obstacle(anatomy, probes(anatomy)):
         raise FulldepthError(
             f"The scalars of a {type(anatomy.model).__name__} cannot be folded into its weights: {reason}. A plan "

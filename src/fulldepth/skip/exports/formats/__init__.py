@@ -5,7 +5,7 @@ from transformers import PreTrainedModel
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import Anatomy, check_depth, without_layers
-from fulldepth.skip.exports.formats.checkpoint import Draft, as_stock, as_text
+from fulldepth.skip.exports.formats.checkpoint import Draft, as_stock, as_text, carries_code
 from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
 from fulldepth.skip.exports.formats.format import Folded, Format, Layer
@@ -31,11 +31,18 @@ def check_format(model: PreTrainedModel, plan: Plan, format: Format) -> Anatomy:
     """Refuse a format that cannot hold a plan of this model.
 
     Returns:
-        The anatomy of the stock model that the format is written from.
+        The anatomy of the model that the format is written from: of a stock class, or (`folded`) of one whose
+        checkpoints carry its code.
 
     Raises:
         FulldepthError: with the reason.
     """
+    if carries_code(model) and not format.keeps_class:
+        keeping = [name for name, other in FORMATS.items() if other.keeps_class]
+        raise FulldepthError(
+            f"The format {format.name} cannot hold this {type(model).__name__}, which no stock class computes. Use "
+            f"--format {' or '.join(keeping)}."
+        )
     if plan.kind not in format.granularities:
         fitting = [name for name, other in FORMATS.items() if plan.kind in other.granularities]
         raise FulldepthError(
@@ -46,8 +53,8 @@ def check_format(model: PreTrainedModel, plan: Plan, format: Format) -> Anatomy:
     if anatomy.task != "causal-lm":
         raise FulldepthError(f"Only language models can be exported; {type(model).__name__} is not one.")
     check_depth(anatomy)
-    stock = as_stock(model)
-    if format.reader == "stock" and not type(stock).__module__.startswith("transformers."):
+    stock = model if carries_code(model) else as_stock(model)
+    if format.reader_of(stock) == "stock" and not type(stock).__module__.startswith("transformers."):
         raise FulldepthError(
             f"{type(model).__name__} is no class of transformers, which alone could read the format {format.name}: its "
             "code would be missing."

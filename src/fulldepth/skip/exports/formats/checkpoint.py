@@ -62,7 +62,7 @@ class Draft:
 
     @property
     def model(self) -> PreTrainedModel:
-        """A model of a stock class, with all branches and without scalars."""
+        """A model of a stock class, or of one that carries its code, with all branches and without scalars."""
         return self.anatomy.model
 
     def weights(self) -> dict[str, Weight]:
@@ -105,6 +105,12 @@ def as_stock(model: PreTrainedModel) -> PreTrainedModel:
     stock.tie_weights()
     stock.generation_config = model.generation_config
     return stock.train(model.training)
+
+
+def carries_code(model: PreTrainedModel) -> bool:
+    """Whether a model has active switches, which no stock class computes, and its checkpoints carry its code."""
+    is_switched = getattr(model, "stock_class", None) is not None and bool(model.config.switches)
+    return is_switched and type(model)._auto_class is not None
 
 
 def as_text(model: PreTrainedModel) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import Anatomy
 from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
-from fulldepth.skip.exports.formats.format import Format
+from fulldepth.skip.exports.formats.format import Format, code_note
 from fulldepth.skip.plan import Plan
 
 
@@ -77,6 +77,5 @@ class Fast(Format):
             "The scalars are in the configuration: this family's weights cannot hold them."
             if in_config
             else "The scalars are in the weights, and each norm's eps follows the scale of the stream that it reads.",
-            f"transformers knows {config.model_type} only with trust_remote_code=True; fulldepth.skip.load needs "
-            "nothing.",
+            code_note(config),
         ]

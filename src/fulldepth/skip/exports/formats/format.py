@@ -10,15 +10,22 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import Anatomy, cut_config, first_layers, is_offloaded, without_layers
 from fulldepth.skip.exports.fold import Folding, heals, prepare
-from fulldepth.skip.exports.formats.checkpoint import Draft, save
+from fulldepth.skip.exports.formats.checkpoint import Draft, carries_code, save
 from fulldepth.skip.plan import Plan
+
+
+def code_note(config: PreTrainedConfig) -> str:
+    """The note of an export that carries its code."""
+    return (
+        f"transformers knows {config.model_type} only with trust_remote_code=True; fulldepth.skip.load needs nothing."
+    )
 
 
 class Format(ABC):
@@ -30,6 +37,8 @@ class Format(ABC):
     reader: ClassVar[Literal["stock", "carried"]] = "stock"
     """The program that loads every export before its folder is renamed: transformers alone (`stock`), or with the code
     in the folder (`carried`), for classes that transformers does not have."""
+    keeps_class: ClassVar[bool] = False
+    """Whether it also holds models that no stock class computes, in their own class (`carries_code`)."""
     verified: ClassVar[bool] = True
     """Whether that program is the one that the format is meant for."""
     text_only: ClassVar[bool] = False
@@ -40,6 +49,10 @@ class Format(ABC):
     """Whether removed branches stay, with output weights of zero."""
     suffix: ClassVar[str | None] = None
     """Ending of an export that is one file; None for folders."""
+
+    def reader_of(self, model: PreTrainedModel) -> Literal["stock", "carried"]:
+        """The reader of an export of this model."""
+        return "carried" if carries_code(model) else self.reader
 
     def check(self, model: PreTrainedModel, plan: Plan) -> None:  # noqa: B027 (most models fit most formats)
         """Refuse a stock model, or a plan of it, that the format cannot hold; refuses none unless overridden.
@@ -93,13 +106,17 @@ class Folded(Format):
 
     name = "folded"
     granularities = ("attention", "mlp", "layer", "any")
+    keeps_class = True
 
     def write(self, draft: Draft) -> list[str]:
         """Write all weights."""
         model = draft.model
         conversions = getattr(model, "_weight_conversions", None)
         save(draft, type(model), copy.deepcopy(model.config), draft.weights(), conversions=conversions)
-        return [draft.folding.note, "Skipped blocks are computed and give zeros: for less cost, use another format."]
+        notes = [draft.folding.note, "Skipped blocks are computed and give zeros: for less cost, use another format."]
+        if carries_code(model):
+            notes[1:] = ["Skipped blocks are computed and give zeros, which saves nothing.", code_note(model.config)]
+        return notes
 
 
 class Layer(Format):
