@@ -35,6 +35,7 @@ class Subject:
     control: str
     """The arm that others are compared with."""
     model: Any
+    """The loaded model; a classifier's checkpoint, which may hold a head for every layer."""
     tokenizer: Any
     """None of a model of images."""
     data: Mapping[str, str]

@@ -180,13 +180,12 @@ def subject_of(order: Order, checkpoint: Path) -> Subject:
     """The trained model of a run."""
     pool = POOLS[order.pool]
     text = "choosing" in order.data
-    model = load_checkpoint(str(checkpoint), device=order.device).model
     length = {"sequence_length": order.settings["sequence_length"]} if text else {}
     labelled = order.settings.get("task") == "text-classification"
     return Subject(
         arm=order.arm,
         control=pool["control"],
-        model=model,
+        model=load_checkpoint(str(checkpoint), device=order.device).model if text else str(checkpoint),
         tokenizer=load_tokenizer(str(checkpoint)) if text or labelled else None,
         data=order.data,
         measures=DESIGN["measures"]["language" if text else "labelled"],
@@ -343,13 +342,10 @@ def run_all(
                 file.write(json.dumps(sealed(line)) + "\n")
             unfinished = [*left, *running.values()]
             eta = sum(expected_seconds(order.arm, finished) for order in unfinished) / len(workers)
-            loss = line["numbers"].get("validation_loss", math.nan)
-            jump = line["numbers"].get("zeta_0", math.nan)
-            print(
-                f"{job[0]}, seed {job[1]}: loss {loss:.3f}, zeta_L {jump:.2f} %, {line['seconds']:.0f} s; "
-                f"{len(unfinished)} left, about {eta / 60:.0f} min",
-                flush=True,
-            )
+            known = {"validation_loss": "loss {:.3f}", "zeta_0": "zeta_L {:.2f} %"}
+            shown = [form.format(line["numbers"][name]) for name, form in known.items() if name in line["numbers"]]
+            parts = [f"{job[0]}, seed {job[1]}", *shown, f"{line['seconds']:.0f} s"]
+            print(f"{', '.join(parts)}; {len(unfinished)} left, about {eta / 60:.0f} min", flush=True)
     return len(left) + len(running), failed
 
 
