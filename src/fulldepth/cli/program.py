@@ -123,8 +123,8 @@ def main() -> None:
 def _fail(message: str) -> NoReturn:
     """Print an error, hand it to torchrun, and exit with 2.
 
-    Of several processes the first one does so for errors that all share. The others wait for it and exit with 0, because
-    torchrun describes each process that fails in seven lines, and fails itself if one does.
+    Of several processes the first one does so for errors that all share. The others wait for it and exit with 0,
+    because torchrun describes each process that fails in seven lines, and fails itself if one does.
     """
     if not launch.is_main():
         if launch.first_has_reported(PATIENCE):

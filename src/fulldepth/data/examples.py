@@ -11,7 +11,7 @@ import numpy as np
 
 from fulldepth.data.batches import Example, id_bytes
 from fulldepth.data.columns import LABEL_COLUMNS, PROMPT_COLUMNS, TEXT_COLUMNS
-from fulldepth.data.conversations import CHAT_COLUMNS, CUT_OFF, encode_pair, read_conversations
+from fulldepth.data.conversations import CHAT_COLUMNS, CUT_OFF, END, encode_pair, read_conversations
 from fulldepth.data.corpus import CORPUS
 from fulldepth.data.drawing import draw_windows
 from fulldepth.data.files import TABLES
@@ -211,7 +211,8 @@ def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: 
     examples, too_long = [], []
     for document, (where, row) in enumerate(rows):
         for prompt, response in _turns(row, where):
-            before, answer, after = encode_pair(tokenizer, prompt, response, where, cut_off=row.get(CUT_OFF))
+            ending = {"cut_off": row.get(CUT_OFF), "end": row.get(END)}
+            before, answer, after = encode_pair(tokenizer, prompt, response, where, **ending)
             size = len(before) + len(answer) + len(after)
             if longest is not None and size > longest:
                 too_long.append(f"{where} has {size} ({len(before)} in the prompt, {len(answer)} in the response)")

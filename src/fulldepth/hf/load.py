@@ -380,8 +380,8 @@ def _plain_errors(where: str, kind: str = "model") -> Iterator[None]:
         reason = one_line(error) or type(error).__name__
         if computed := re.match(r"property '(\w+)' of '\w+' object has no setter", reason):
             reason = (
-                f"its configuration has the entry {computed[1]}, which transformers computes and no model reads. Remove "
-                "the entry."
+                f"its configuration has the entry {computed[1]}, which transformers computes and no model reads. "
+                "Remove the entry."
             )
         raise FulldepthError(f"Cannot load a {kind} from {where}: {reason}") from error
 
