@@ -300,7 +300,9 @@ def test_units_are_named_as_they_are_cut(tmp_path, kind, named):
         data = jsonl(tmp_path / "rows.jsonl", *rows)
     found = read_examples(str(data), tokenizer(), 64)
     assert units(found.meta) == named
-    assert found.meta["heldout"]["documents"] == len({example.document for example in found.heldout}) > 1
+    told = found.meta["heldout"]
+    assert told["clusters"] == len({example.document for example in found.heldout}) > 1
+    assert told["documents"] == (1 if kind == "one long text" else told["clusters"])
     if kind == "one long text":
         (record,) = open_source(str(data)).records
         assert record.text == data.read_text()

@@ -34,7 +34,7 @@ CUT_OFF = "cut_off"
 """Column of responses that a model generated, which are scored as they are: true where a limit of the length ended the
 response, so that its end is no end; false where the model ended it."""
 END = "end"
-"""Column with the text of the token by which a model ended its response; of earlier files the chat template knows it."""
+"""Column with the text of the token by which a model ended its response; earlier files lack it."""
 CHUNK = 1000
 """Rows held as Python objects before they are converted to Arrow."""
 
@@ -66,8 +66,8 @@ def conversations(
 
     Returns:
         Columns `messages`, or `prompt` and `completion` (TRL then computes the loss on the completion alone): both
-        texts, or both lists of messages; with generated responses also `cut_off` and `end`. White space separates plain texts, a
-        line end if there is none, so that the prompt's tokens are the same with and without the response.
+        texts, or both lists of messages; with generated responses also `cut_off` and `end`. White space separates plain
+        texts, a line end if there is none, so that the prompt's tokens are the same with and without the response.
 
     Raises:
         FulldepthError: if there is nothing to read, rows are of another kind, a role is unknown, no row has a response,
@@ -260,7 +260,7 @@ def encode_pair(
 
 
 def _without_white_space(tokenizer: Any, answer: list[int]) -> list[int]:
-    """A response without the white space that a template writes behind its last special token, where generation stops."""
+    """A response without white space behind its last special token, where generation stops."""
     marks = {tokenizer.eos_token_id}  # an end of turn need not be the tokenizer's end of text
     marks |= {number for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
     last = len(answer)

@@ -129,6 +129,7 @@ def _evaluated(
         **provenance(KIND, settings.model_dump(), packages=(*FRAMEWORKS, *(["lm-eval"] if settings.tasks else []))),
         "model": subject.document,
         "tasks": task_entries(scored),
+        "quality_data": quality and quality.data,
         "skipped": skipped,
         "warnings": list(subject.checkpoint.warnings) + scored.warnings,
         "headline": findings(scored) | quality_findings(written, subject.num_layers),

@@ -35,7 +35,7 @@ KINDS = {
     "evaluation": "an evaluation",
 }
 """Kinds of results that can be compared -> what one is called."""
-ENTRIES = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exits", "full")}
+ENTRIES = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exits", "full", "quality_data")}
 """Kind of results -> entries of their documents that a comparison holds for each model."""
 
 

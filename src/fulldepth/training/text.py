@@ -31,6 +31,7 @@ from fulldepth.targets import IGNORE
 from fulldepth.training.folder import TOKENIZER
 from fulldepth.training.model import build_config, special_tokens
 from fulldepth.training.trainer import RunData, RunMixin, make_objective, trl_module, window_collator
+from fulldepth.uncertainty import counted
 
 MOST_TOKENS = 1 << 20
 """Largest vocabulary of `builtin:N`."""
@@ -165,8 +166,8 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
     )
     if packed.train.documents < arguments.world_size:
         raise FulldepthError(
-            f"{packed.name} has {packed.train.documents} training documents, fewer than the {arguments.world_size} "
-            "processes. Use more text or fewer processes."
+            f"{packed.name} has {counted(packed.train.documents, packed.unit)} to train on, fewer than the "
+            f"{arguments.world_size} processes. Use more text or fewer processes."
         )
     return RunData(
         config,
@@ -176,7 +177,9 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
         {
             "hash": packed.hash,
             "tokens": packed.tokens,
-            "documents": packed.documents,
+            "documents": packed.sources,
+            "clusters": packed.documents,
+            "unit": packed.unit,
             "train_sequences": len(packed.train),
         },
         window_collator(settings),
@@ -297,7 +300,8 @@ def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, wat
     validates = np.isin(row, left[held_out])
     columns = encoded.select_columns(READ)
     train, validation = (columns.select(np.flatnonzero(answered & chosen)) for chosen in (~validates, validates))
-    facts = {"hash": rows_hash(train, validation), "train_sequences": len(train), "documents": len(left)}
+    counts = {"documents": len(left), "clusters": len(left), "unit": "row"}
+    facts = {"hash": rows_hash(train, validation), "train_sequences": len(train), **counts}
     return RunData(config, tokenizer, train, validation, facts, warnings=warnings, trainer=ConversationTrainer)
 
 
