@@ -101,7 +101,7 @@ def evaluate(
             results = _evaluated(subject, loaded, quality, settings, folder, watcher)
             results.meta["fingerprint"] = fingerprint
             if folder is not None:
-                results.save(folder)
+                results.save(folder, watcher=watcher)
         if folder is not None:
             shutil.rmtree(folder / ANSWERS, ignore_errors=True)
         return results
