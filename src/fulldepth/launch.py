@@ -8,6 +8,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+STEP = 0.1
+"""Seconds between two looks for the error of the first process."""
+LEAD = 0.5
+"""Seconds in which other processes may see the error of this one before torchrun ends them."""
+
 
 def rank() -> int:
     """Rank of this process; 0 without torchrun."""
@@ -43,6 +48,23 @@ def report(message: str) -> None:
         content = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": content}), encoding="utf-8")
+        if world() > 1:
+            time.sleep(LEAD)
+
+
+def first_has_reported(seconds: float) -> bool:
+    """Wait until the first process of this machine has handed its error to torchrun, for at most so many seconds.
+
+    Returns:
+        Whether it has.
+    """
+    own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "none"))
+    first = own.parent.parent / "0" / own.name  # the folders of error files have the local ranks as names
+    waited = 0.0
+    while not (seen := local_rank() > 0 and first.is_file()) and waited < seconds:
+        time.sleep(STEP)
+        waited += STEP
+    return seen
 
 
 def _number(name: str, default: int) -> int:

@@ -45,6 +45,11 @@ def plural(unit: str) -> str:
     return f"{noun}s {rest}".strip()
 
 
+def counted(count: int, unit: str) -> str:
+    """`1 document`, `2,000 documents`."""
+    return f"{count:,} {unit if count == 1 else plural(unit)}"
+
+
 def identity(*parts: str | bytes | int) -> int:
     """A 63-bit hash of what makes an item itself (its content, or its place), for `sample` and `deal`."""
     digest = hashlib.blake2b(digest_size=8)

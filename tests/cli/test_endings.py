@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from fulldepth import launch
 from fulldepth.cli import program
 from fulldepth.errors import FulldepthError, brief
 from fulldepth.files import atomic
@@ -118,14 +119,33 @@ def test_ctrl_c_is_no_bug_wherever_it_comes(main, monkeypatch):
 def test_the_first_process_tells_of_a_mistake_and_the_others_only_if_they_are_left(main, monkeypatch):
     inside(monkeypatch, lambda: throw(FulldepthError("no such file")))
     slept = []
-    monkeypatch.setattr(program.time, "sleep", slept.append)
+    monkeypatch.setattr(launch.time, "sleep", slept.append)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert main("report", "somewhere")[2] == "Error: no such file\n"
     assert slept == []
     monkeypatch.setenv("RANK", "1")
     assert main("report", "somewhere")[2] == "Error: process 1: no such file\n"
-    assert slept == [program.PATIENCE], "torchrun ends this process meanwhile, if the first one has left"
+    assert sum(slept) == pytest.approx(program.PATIENCE, abs=launch.STEP), "torchrun ends this process meanwhile"
+
+
+@pytest.mark.parametrize("mistake", [["report", "somewhere"], ["train", "--stepz", "3"]])
+def test_torchrun_describes_one_process_where_all_make_the_same_mistake(main, monkeypatch, tmp_path, mistake):
+    inside(monkeypatch, lambda: throw(FulldepthError("no such file")))
+    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ended = []
+    for rank in ("0", "1"):
+        file = tmp_path / rank / "error.json"
+        file.parent.mkdir()
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("TORCHELASTIC_ERROR_FILE", str(file))):
+            monkeypatch.setenv(name, value)
+        code, _, err = main(*mistake)
+        ended.append((code, "no such file" in err or "No such option: --stepz" in err, err == "", file.exists()))
+    assert ended == [(2, True, False, True), (0, False, True, False)]
+    failures = {0: ProcessFailure(0, 10, 2, str(tmp_path / "0" / "error.json"))}
+    *_, last, _ = str(ChildFailedError("fulldepth", failures)).splitlines()
+    assert last.startswith(("  traceback : no such file", "  traceback : No such option: --stepz"))
 
 
 def test_torchrun_prints_our_error_last(main, monkeypatch, tmp_path):

@@ -156,6 +156,21 @@ def test_generated_responses_are_scored_as_they_are(cut_off):
     assert made == [[*before, *answer] for answer in answers]
 
 
+def test_a_response_ends_where_generation_stops():
+    """At the end of turn, which need not be the tokenizer's `eos_token`; a generated one at the token that ended it."""
+    chat = tokenizer(CHAT.replace("[EOS]", "[PAD]"))
+    [pad] = chat("[PAD]")["input_ids"]
+    row = {"prompt": TALK[1:2], "response": [{"role": "assistant", "content": "w3"}]}
+    endings = [({}, pad), ({"cut_off": False}, pad), ({"cut_off": False, "end": "[EOS]"}, EOS)]
+    rows = [row | ending for ending, _ in endings]
+    answers = [[*ids(3), last] for _, last in endings]
+    assert [[n for n in labels if n != NO] for _, labels in listed(both(read_examples(rows, chat, 64)))] == answers
+    kept = conversations(rows, chat)
+    made = _encoded(kept[:], list(range(3)), tokenizer=chat, length=64, name="rows")["labels"]
+    assert [[n for n in labels if n != NO] for labels in made] == answers
+    assert conversations([row | {"end": "2 pm"}], chat).column_names == ["prompt", "completion"]
+
+
 def test_an_answer_without_the_reasoning_that_the_template_opens_is_refused():
     for template in (THINKING, FORGETFUL):
         with refused("rows row 1: .* opens each answer with '<think>'.*'</think>'.*generate-responses"):
@@ -309,7 +324,9 @@ def test_units_are_named_as_they_are_cut(tmp_path, kind, named):
         data = jsonl(tmp_path / "rows.jsonl", *rows)
     found = read_examples(str(data), tokenizer(), 64)
     assert units(found.meta) == named
-    assert found.meta["heldout"]["documents"] == len({example.document for example in found.heldout}) > 1
+    told = found.meta["heldout"]
+    assert told["clusters"] == len({example.document for example in found.heldout}) > 1
+    assert told["documents"] == (1 if kind == "one long text" else told["clusters"])
     if kind == "one long text":
         (record,) = open_source(str(data)).records
         assert record.text == data.read_text()

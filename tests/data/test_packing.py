@@ -186,7 +186,7 @@ def test_validation_windows_are_spread_or_come_from_other_text(tmp_path, number_
 REFUSED = [
     ([], {}, "rows is empty"),
     (["", ""], {}, "empty"),
-    (["w1 w2 w3 w4"], {}, "1 documents"),
+    (["w1 w2 w3 w4"], {}, "1 document,"),
     (["w1", "w2"], {"sequence_length": 40, "validation_share": 0}, "sequence of 40"),
     (texts(9), {"sequence_length": 1}, "sequence_length"),
     (texts(9), {"validation_share": 1}, "share"),

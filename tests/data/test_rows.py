@@ -279,7 +279,7 @@ def test_documents_of_a_folder_and_their_identity(tmp_path):
     path = write(tmp_path / "c" / "rows.jsonl", lines({"sentence": "g", "id": 1}, {"sentence": "h"}))
     whole = open_documents(tmp_path)
     assert list(whole) == list(whole) == ["one\ntwo", "c", "d", "g", "h"]
-    assert sampled_texts(open_data(tmp_path), 8, None) == list(whole)
+    assert [text for _, text in sampled_texts(open_data(tmp_path), 8, None)] == list(whole)
     assert list(open_documents(tmp_path / "b.parquet", column="body")) == ["e", "f"]
     assert open_documents(whole) is whole
     first = open_documents(path).identity

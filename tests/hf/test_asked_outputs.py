@@ -59,3 +59,20 @@ def test_a_model_that_gives_tuples_is_refused_with_what_to_set(asking):
     if name == "return_dict":
         with refused("model.config.return_dict = True"):
             fulldepth.measure(tf.AutoModelForCausalLM.from_pretrained(folder), TEXTS)
+
+
+@pytest.mark.parametrize("part", ["", "text_config"])
+def test_an_entry_that_no_version_of_transformers_loads_is_named(part, tmp_path, capfd):
+    """`use_return_dict` is `return_dict` under another name, which can be read and not set."""
+    path = checkpoint(tmp_path / "model") / "config.json"
+    values = read_json(path)
+    if part:
+        values = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], part: values}
+    (values.get(part) or values)["use_return_dict"] = True
+    write_json(path, values)
+    with pytest.raises(AttributeError, match="no setter"):
+        tf.AutoConfig.from_pretrained(path.parent)
+    capfd.readouterr()
+    with refused("the entry use_return_dict, which transformers computes", "Remove the entry."):
+        fulldepth.measure(path.parent, TEXTS)
+    assert "use_return_dict" not in capfd.readouterr().err

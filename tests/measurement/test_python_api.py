@@ -14,6 +14,7 @@ from pandas.testing import assert_frame_equal
 import fulldepth
 from fulldepth.errors import FulldepthError
 from fulldepth.measurement import passes
+from fulldepth.metrics import Cka
 from fulldepth.progress import Watcher
 from tiny_models import same_weights
 
@@ -80,16 +81,23 @@ def test_headline_is_the_tables(trained, text_file):
 
 
 @pytest.mark.parametrize("measures", [None, ["displacement"]], ids=["with a lens", "without"])
-def test_bars_cover_the_lens_and_what_follows_the_batches(trained, text_file, monkeypatch, measures):
+def test_bars_and_the_estimate_cover_the_whole_run(trained, text_file, monkeypatch, tmp_path, measures):
     monkeypatch.setattr(passes, "ESTIMATED", 0.0)
+    monkeypatch.setattr(Cka, "forecast", lambda self: 7200.0)
     tasks, said = [], []
     watcher = Watcher(said.append, lambda *task: tasks.append([*task, []]), lambda done: tasks[-1][2].append(done))
     options = {"max_sequences": 5, "sequence_length": 16, "batch_size": 2, "measures": measures}
-    results = fulldepth.measure(trained, text_file, watcher=watcher, **options)
-    (_, total, done), (_, rest, last) = tasks
+    results = fulldepth.measure(trained, text_file, watcher=watcher, output=tmp_path / "out", **options)
+    assert all(total == sum(done) for _, total, done in tasks)
+    *weights, (_, total, done), (_, statistics, steps), (_, files, _) = tasks
     layers = 1 + results.meta["model"]["num_layers"]
-    assert total == sum(done) == 5 * layers
+    assert total == 5 * layers
     assert done == ([2] * layers * 2 + [1] * layers if measures is None else [2 * layers] * 2 + [layers])
-    matrices = (results.table["measure"] == "spectral_norm").sum()
-    assert rest == sum(last) == matrices + len(set(results.table["measure"]))
-    assert re.fullmatch(r"About 0:\d\d:\d\d for the other 3 of 5 sequences\.", said[-1])
+    measured = set(results.table["measure"])
+    assert statistics == len(measured) + (Cka.steps - 1) * ("cka" in measured)
+    assert len(steps) > len(measured) if measures is None else steps == [1]
+    assert [total for _, total, _ in weights] == [n for n in [(results.table["measure"] == "spectral_norm").sum()] if n]
+    assert files == len(list((tmp_path / "out").iterdir()))
+    hours = 2 if measures is None else 0
+    ends = rf"About {hours}:\d\d:\d\d to the end: the other 3 of 5 sequences, the statistics and the page\."
+    assert re.fullmatch(ends, said[-1])

@@ -154,3 +154,26 @@ def test_coverage_of_the_interval():
 @pytest.mark.thorough
 def test_coverage_of_the_interval_in_many_draws():
     assert 0.90 <= coverage(1000) <= 0.98
+
+
+def test_the_time_is_forecast_by_the_square_of_the_number_of_tokens(monkeypatch, generator):
+    """2 s for 8 tokens and 5 s for 16 give 2 + 3 (64^2 - 8^2) / (16^2 - 8^2) = 65 s for 64."""
+    monkeypatch.setattr(cka, "TRIALS", (8, 16))
+    monkeypatch.setattr(cka.time, "perf_counter", iter([0.0, 2.0, 10.0, 15.0]).__next__)
+    state = torch.random.get_rng_state()
+    assert Cka(Setup(3, 5, num_tokens=64, num_sequences=64)).forecast() == 65.0
+    assert Cka(Setup(3, 5, num_tokens=60, num_sequences=60)).forecast() == 0.0
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_progress_is_that_of_the_products(generator):
+    """Each block of rows has the products right of the diagonal; a second run, in float64, tells nothing twice."""
+    measure, told = Cka(Setup(2, 4, num_tokens=40, num_sequences=40)), []
+    measure.advance = told.append
+    states = torch.randn(3, 40, 1, 4, generator=generator)
+    states[1] = states[0] * 1e-30
+    everything = torch.ones(40, 1, dtype=torch.bool)
+    measure.update(Observation({"residual": states}, everything, everything, torch.arange(40)))
+    measure.rows()
+    assert sum(told) == Cka.steps
+    assert all(done > 0 for done in told)

@@ -70,6 +70,11 @@ def test_greedy_batches_are_the_model_one_prompt_at_a_time(name, bos):
         assert [(pair["prompt"], pair["response"]) for pair in found.pairs] == [
             (prompt + "\n", text) for prompt, text, said in zip(PROMPTS, texts, spoken, strict=True) if said
         ]
+        assert [pair.get("end") for pair in found.pairs] == [
+            word_tokenizer.decode(answer[-1:]) if answer[-1] in stops else None
+            for answer, said in zip(expected, spoken, strict=True)
+            if said
+        ]
         assert found.settings["empty"] == [i for i, said in enumerate(spoken, start=1) if not said]
         assert found.settings["unfinished"] == len(whole)
         assert model.generation_config is own

@@ -10,7 +10,6 @@ import shlex
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.exceptions import TyperException
 
 from fulldepth import console, launch
 from fulldepth.errors import FulldepthError, StoppedError, brief, is_out_of_memory, one_line
@@ -31,6 +31,17 @@ class Program(typer.core.TyperGroup):
         if len(args) > 1 and f"{args[0]} {args[1]}" in self.commands:
             args = [f"{args[0]} {args[1]}", *args[2:]]
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; of several processes the first alone shows a mistake in its arguments."""
+        try:
+            return super().invoke(ctx)
+        except TyperException as error:
+            message = error.format_message()
+            if not launch.is_main():
+                _fail(message)
+            launch.report(message)
+            raise
 
 
 app = typer.Typer(
@@ -106,14 +117,22 @@ def main() -> None:
             _end(130, ENDINGS[130])
         if DEBUG["on"]:
             raise
-        message = _message(error)
-        if not launch.is_main():
-            # The first process reports errors that all share; torchrun ends this one as soon as the first exits.
-            time.sleep(PATIENCE)
-            message = f"process {launch.rank()}: {message}"
-        console.error(brief(message))
-        launch.report(brief(message))
-        sys.exit(2)
+        _fail(_message(error))
+
+
+def _fail(message: str) -> NoReturn:
+    """Print an error, hand it to torchrun, and exit with 2.
+
+    Of several processes the first one does so for errors that all share. The others wait for it and exit with 0,
+    because torchrun describes each process that fails in seven lines, and fails itself if one does.
+    """
+    if not launch.is_main():
+        if launch.first_has_reported(PATIENCE):
+            sys.exit(0)
+        message = f"process {launch.rank()}: {message}"
+    console.error(brief(message))
+    launch.report(brief(message))
+    sys.exit(2)
 
 
 def _is_interrupted(error: BaseException | None) -> bool:

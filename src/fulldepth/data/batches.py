@@ -185,6 +185,8 @@ class Sequences:
     """What a cluster is, for sentences on errors: `document`, `row`, `image`, `block of 4,096 tokens`, ..."""
     no_error: str | None = None
     """Reason why no standard error can be stated for these data; None if it can."""
+    documents: int | None = None
+    """Number of files, novels or rows that the sequences come from; None = one for each cluster."""
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -214,6 +216,7 @@ class Sequences:
             "sequences": len(self),
             "tokens": sum(self.lengths),
             "num_classes": self.num_classes,
+            "documents": self.documents or len(set(self.clusters)) or len(self),
             "clusters": len(set(self.clusters)) or len(self),
             "unit": self.unit,
             "no_error": self.no_error,

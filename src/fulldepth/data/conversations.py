@@ -37,6 +37,8 @@ PROBE = "fulldepth-response"
 """A response that no chat template rewrites."""
 CLOSED = re.compile(r"(</|\[/)[^<>\[\]]*[>\]]\Z|<[^<>|]+\|>\Z")
 """The end of a mark that closes what it opens: `<think></think>`, `</think>`, `<|channel>thought<channel|>`."""
+END = "end"
+"""Column with the text of the token by which a model ended its response; earlier files lack it."""
 CHUNK = 1000
 """Rows held as Python objects before they are converted to Arrow."""
 
@@ -68,8 +70,8 @@ def conversations(
 
     Returns:
         Columns `messages`, or `prompt` and `completion` (TRL then computes the loss on the completion alone): both
-        texts, or both lists of messages; with generated responses also `cut_off`. White space separates plain texts, a
-        line end if there is none, so that the prompt's tokens are the same with and without the response.
+        texts, or both lists of messages; with generated responses also `cut_off` and `end`. White space separates plain
+        texts, a line end if there is none, so that the prompt's tokens are the same with and without the response.
 
     Raises:
         FulldepthError: if there is nothing to read, rows are of another kind, a role is unknown, no row has a response,
@@ -89,9 +91,10 @@ def conversations(
     messages = [{"role": text, "content": text}]
     for chunk in iter(lambda: list(islice(examples, CHUNK)), []):
         features = {key: text if isinstance(value, str) else messages for key, value in chunk[0].items()}
-        if any(CUT_OFF in example for example in chunk):
-            features[CUT_OFF] = datasets.Value("bool")
-            chunk = [{**example, CUT_OFF: example.get(CUT_OFF)} for example in chunk]
+        for name, kind in ((CUT_OFF, datasets.Value("bool")), (END, text)):
+            if any(name in example for example in chunk):
+                features[name] = kind
+                chunk = [{**example, name: example.get(name)} for example in chunk]
         with reading(opened.name):  # rows of different kinds
             chunks.append(datasets.Dataset.from_list(chunk, features=datasets.Features(features)))
     if not chunks:
@@ -126,8 +129,9 @@ def read_conversations(rows: Rows, tokenizer: Any = None) -> Iterator[tuple[str,
                 completion = [{"role": "assistant", "content": completion}]
             elif not completion[:1].isspace():
                 prompt = _separated(prompt)
-        cut_off = {CUT_OFF: row[CUT_OFF]} if isinstance(row.get(CUT_OFF), bool) else {}
-        yield where, {"prompt": prompt, "completion": completion, **cut_off} if answered else {}
+        ending = {key: row[key] for key, kind in ((CUT_OFF, bool), (END, str)) if isinstance(row.get(key), kind)}
+        ending = ending if CUT_OFF in ending else {}  # `end` may be a column of other data
+        yield where, {"prompt": prompt, "completion": completion, **ending} if answered else {}
 
 
 def conversation_prompts(rows: Rows, tokenizer: Any) -> Iterator[tuple[str, Prompt]]:
@@ -220,14 +224,21 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, where: str = "The prompt") -> 
 
 
 def encode_pair(
-    tokenizer: Any, prompt: Prompt, response: str | Message, where: str = "The pair", *, cut_off: bool | None = None
+    tokenizer: Any,
+    prompt: Prompt,
+    response: str | Message,
+    where: str = "The pair",
+    *,
+    cut_off: bool | None = None,
+    end: str | None = None,
 ) -> tuple[list[int], list[int], list[int]]:
     """Token ids of the prompt, the response, and the special tokens after it, which have no loss.
 
     Prompt and response are tokenised separately, and the prompt is that of `encode_prompt`. Under a chat template the
     response includes the end-of-turn token, without white space after it, unless it was cut off: then the model did
     not end it there. The response is as the template writes it; a generated one (`cut_off` is not None), and one of
-    which the template would leave a part out (reasoning), is as it is given.
+    which the template would leave a part out (reasoning), is as it is given. A generated one ends with `end`, the text
+    of the token by which the model ended it; None = as the template ends it.
 
     Raises:
         FulldepthError: if the chat template refuses the messages, renders the prompt differently with a response, or
@@ -243,16 +254,23 @@ def encode_pair(
     if cut_off:
         text = content
     elif cut_off is False:
-        text = content + _end_of_turn(tokenizer, prompt, response, where)
+        text = content + (end or _end_of_turn(tokenizer, prompt, response, where))
     else:
         text = _answer(tokenizer, prompt, response, opening, where)
     answer = plain_ids(tokenizer, text)
-    if not cut_off:  # generation stops at the end-of-turn token, which need not be `eos_token`, before white space
-        last = next((n for n in range(len(answer), 0, -1) if tokenizer.decode(answer[n - 1]).strip()), 0)
-        end = answer[last - 1 : last]
-        if end == [tokenizer.eos_token_id] or not tokenizer.decode(end, skip_special_tokens=True):
-            answer = answer[:last]
+    if not cut_off:
+        answer = _without_white_space(tokenizer, answer)
     return plain_ids(tokenizer, opening), answer, []
+
+
+def _without_white_space(tokenizer: Any, answer: list[int]) -> list[int]:
+    """A response without white space behind its last special token, where generation stops."""
+    marks = {tokenizer.eos_token_id}  # an end of turn need not be the tokenizer's end of text
+    marks |= {number for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+    last = len(answer)
+    while last and not tokenizer.decode(answer[last - 1 : last]).strip():
+        last -= 1
+    return answer[:last] if last and answer[last - 1] in marks else answer
 
 
 def _answer(tokenizer: Any, prompt: list[Message], response: Message, opening: str, where: str) -> str:

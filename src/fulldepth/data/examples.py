@@ -11,11 +11,11 @@ import numpy as np
 
 from fulldepth.data.batches import Example, id_bytes
 from fulldepth.data.columns import LABEL_COLUMNS, PROMPT_COLUMNS, TEXT_COLUMNS
-from fulldepth.data.conversations import CHAT_COLUMNS, CUT_OFF, encode_pair, read_conversations
+from fulldepth.data.conversations import CHAT_COLUMNS, CUT_OFF, END, encode_pair, read_conversations
 from fulldepth.data.corpus import CORPUS
 from fulldepth.data.drawing import draw_windows
 from fulldepth.data.files import TABLES
-from fulldepth.data.opening import open_data, sampled_texts
+from fulldepth.data.opening import PIECES, is_cut, open_data, sampled_texts
 from fulldepth.data.tokens import Frame, check_positions, check_vocabulary
 from fulldepth.errors import FulldepthError, names_of
 from fulldepth.files import Fingerprint
@@ -61,13 +61,17 @@ class _Part(NamedTuple):
     """What an independent unit is: a `row`, a `document`, or a `piece of text`."""
     examples: list[Example]
     warnings: tuple[str, ...] = ()
+    sources: Sequence[int] = ()
+    """Number of the document of each unit; empty = each unit is a document."""
 
     def counts(self) -> dict[str, Any]:
-        """Entries of a plan's `data`; `documents` is the number of units."""
+        """Entries of a plan's `data`; `clusters` is the number of units."""
+        clusters = {example.document for example in self.examples}
         return {
             "unit": self.unit,
             "examples": len(self.examples),
-            "documents": len({example.document for example in self.examples}),
+            "clusters": len(clusters),
+            "documents": len({self.sources[cluster] for cluster in clusters} if self.sources else clusters),
             "tokens": sum(map(len, self.examples)),
             "predicted": sum(example.predicted for example in self.examples),
         }
@@ -182,9 +186,11 @@ def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit:
             )
         if any(column in row for column in LABEL_COLUMNS):
             warnings = (f"The labels of {opened.name} are not used: every token of the text is predicted.",)
-    texts = sampled_texts(opened, window, limit, seed)
-    unit = "piece of text" if opened.is_plain or opened.name.startswith(CORPUS) else "document"
-    return _Part(opened.name, "text", unit, _windows(opened.name, texts, tokenizer, window, limit, seed), warnings)
+    sampled = sampled_texts(opened, window, limit, seed)
+    sources = [number for number, _ in sampled]
+    unit = PIECES if is_cut(opened) or len(set(sources)) < len(sources) else "document"
+    examples = _windows(opened.name, [text for _, text in sampled], tokenizer, window, limit, seed)
+    return _Part(opened.name, "text", unit, examples, warnings, sources)
 
 
 def _windows(
@@ -211,7 +217,8 @@ def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: 
     examples, too_long = [], []
     for document, (where, row) in enumerate(rows):
         for prompt, response in _turns(row, where):
-            before, answer, after = encode_pair(tokenizer, prompt, response, where, cut_off=row.get(CUT_OFF))
+            ending = {"cut_off": row.get(CUT_OFF), "end": row.get(END)}
+            before, answer, after = encode_pair(tokenizer, prompt, response, where, **ending)
             size = len(before) + len(answer) + len(after)
             if longest is not None and size > longest:
                 too_long.append(f"{where} has {size} ({len(before)} in the prompt, {len(answer)} in the response)")

@@ -38,6 +38,8 @@ TOKEN_CHARACTERS = 32
 """Characters of text that are read for each token of the windows; four to eight times what text has."""
 SHUFFLED = 4
 """Rows of a stream that are read for each row of a sample of it."""
+PIECES = "piece of text"
+"""What a part of a plain text is called."""
 PIECE = 8192
 """Characters after which a long plain text is cut at the next empty line."""
 
@@ -344,6 +346,13 @@ class Documents:
     """JSON values that identify the text: files with sizes and times, or a data set with its revision."""
     read: Callable[[], Iterator[str]] = field(repr=False)
     is_stream: bool = False
+    sources: int | None = None
+    """Number of files or novels that are cut into these documents; None = they are documents of their own."""
+
+    @property
+    def unit(self) -> str:
+        """What one of these texts is: a `document`, or a `piece of text` of one."""
+        return "document" if self.sources is None else PIECES
 
     def __iter__(self) -> Iterator[str]:
         return self.read()
@@ -386,23 +395,35 @@ def open_documents(
     opened = open_data(data, config=config, split=split, streaming=streaming)
 
     def read() -> Iterator[str]:
-        texts = document_texts(opened, column)
+        texts = (text for _, text in document_pieces(opened, column))
         return articles_of(texts) if articles else texts
 
     identity = {**opened.identity(column), "column": column, "piece": PIECE, "articles": articles}
-    return Documents(opened.name, identity, read, opened.is_stream)
+    sources = None if articles or not is_cut(opened) else len(opened.files or opened.items)
+    return Documents(opened.name, identity, read, opened.is_stream, sources)
 
 
-def document_texts(opened: Opened, column: str | None = None) -> Iterator[str]:
-    """The documents of opened data; see `open_documents`."""
+def is_cut(opened: Opened) -> bool:
+    """Whether all documents are plain texts (files, novels of the built-in corpus), which are cut into pieces."""
+    plain = all(file.suffix.lower() == ".txt" for file in opened.files)
+    return plain if opened.files else opened.name.startswith(CORPUS)
+
+
+def document_pieces(opened: Opened, column: str | None = None) -> Iterator[tuple[int, str]]:
+    """The texts that `open_documents` makes of data, each with the number of its file, novel or row."""
+    number = 0
     for part in [replace(opened, files=(file,)) for file in opened.files] or [opened]:
+        documents: Iterable[Iterable[str]]
         if opened.files and part.is_plain:
-            yield from text_pieces(text_lines(part.files[0]))
+            documents = [text_pieces(text_lines(part.files[0]))]
         elif opened.name.startswith(CORPUS):
-            yield from (piece for row in opened.items for piece in text_pieces(io.StringIO(row["text"])))
+            documents = (text_pieces(io.StringIO(row["text"])) for row in opened.items)
         else:
             rows = part.rows(lambda names, where: [text_column(names, column, where)])
-            yield from column_texts(rows, column)
+            documents = ([text] for text in column_texts(rows, column))
+        for pieces in documents:
+            yield from ((number, piece) for piece in pieces)
+            number += 1
 
 
 def text_pieces(lines: Iterable[str], piece: int = PIECE) -> Iterator[str]:
@@ -443,15 +464,15 @@ def articles_of(texts: Iterable[str]) -> Iterator[str]:
         yield "".join(parts)
 
 
-def sampled_texts(opened: Opened, window: int, limit: int | None, seed: int = 0) -> list[str]:
-    """Documents that hold a uniform sample of `limit` windows of `window` tokens; of plain text, or without limit, all.
+def sampled_texts(opened: Opened, window: int, limit: int | None, seed: int = 0) -> list[tuple[int, str]]:
+    """Texts that hold a uniform sample of `limit` windows of `window` tokens, each with the number of its document; of
+    plain text, or without limit, all.
 
     Raises:
         FulldepthError: as for `open_documents`, while the rows are read.
     """
-    plain = all(file.suffix.lower() == ".txt" for file in opened.files) if opened.files else opened.name[:6] == "corpus"
-    first = None if plain or limit is None else next(opened.rows(), None)
+    first = None if is_cut(opened) or limit is None else next(opened.rows(), None)
     if first is None or limit is None:
-        return list(document_texts(opened))
+        return list(document_pieces(opened))
     column = text_column(first[1], None, first[0])
-    return list(column_texts(opened.sampled([column], limit, seed=seed, window=window), column))
+    return list(enumerate(column_texts(opened.sampled([column], limit, seed=seed, window=window), column)))

@@ -32,7 +32,7 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic_folder, reading
 from fulldepth.progress import Watcher
 from fulldepth.targets import IGNORE
-from fulldepth.uncertainty import ranks
+from fulldepth.uncertainty import counted, ranks
 
 SUFFIX, INDEX = ".ds", ".ds.index"
 BATCH_DOCUMENTS = 1000
@@ -365,6 +365,10 @@ class Packed:
     """`sha256:...` over documents, windows and token ids, see `TokenFiles.scan`."""
     folder: Path
     """Folder of the token ids."""
+    sources: int
+    """Files, novels or rows that the documents are, or are pieces of."""
+    unit: str = "document"
+    """What a document is called: `piece of text` where files or novels are cut."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -432,6 +436,7 @@ def pack(
         text = open_documents(documents)
         name, files = text.name, tokenised(text, *stored)
     else:
+        text = None
         name, files = tokens.name, TokenFiles.of(tokens)
         end = int(files.ends[files.ends > 0][0])
         last = int(files.ids(end - 1, end)[0])
@@ -442,16 +447,20 @@ def pack(
             )
     train, held = split_tokens(files, share, seed, max_tokens)
     counts = len(train.stops), len(held.stops)
+    unit, sources = ("document", None) if text is None else (text.unit, text.sources)
+    sources = sources or sum(counts)
     if share and not all(counts):
         raise FulldepthError(
-            f"{name} has {sum(counts)} documents, too few to hold out a share of {share}: none is left for "
-            f"{'validation' if counts[0] else 'training'}. Give more documents, another share, or other validation "
-            "text."
+            f"{name} has {counted(sum(counts), unit)}, too few to hold out a share of "
+            f"{share}: none is left for {'validation' if counts[0] else 'training'}. Give more text, another share, or "
+            "other validation text."
         )
     highest, content = files.scan()
     hashes = [content]
     if validation is not None:
-        held = split_tokens(tokenised(open_documents(validation), *stored), 1.0, seed, max_tokens)[1]
+        further = open_documents(validation)
+        held = split_tokens(tokenised(further, *stored), 1.0, seed, max_tokens)[1]
+        sources += further.sources or len(held.stops)
         other, content = held.files.scan()
         highest, hashes = max(highest, other), [*hashes, content]
     cut = partial(Windows, sequence_length=sequence_length, across_documents=across_documents)
@@ -468,4 +477,4 @@ def pack(
     places = [hashlib.sha256(part.places.tobytes()).hexdigest() for part in (train, held)]
     sizes = [windows.tokens, held_windows.tokens, sequence_length, across_documents, len(held_windows)]
     digest = f"sha256:{_sha256([hashes, places, sizes])}"
-    return Packed(name, windows, held_windows, digest, files.folder, tuple(warnings))
+    return Packed(name, windows, held_windows, digest, files.folder, sources, unit, tuple(warnings))

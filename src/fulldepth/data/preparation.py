@@ -102,8 +102,9 @@ class Preparation:
         return kind == "text" and self.task in ("causal-lm", "masked-lm", "representation") and not self.one_per_row
 
 
-Encoded = tuple[list[Example], str, str | None]
-"""Examples, whose `document` is their cluster; what a cluster is; and the reason if no standard error can be stated."""
+Encoded = tuple[list[Example], str, str | None, int | None]
+"""Examples, whose `document` is their cluster; what a cluster is; the reason if no standard error can be stated; and
+the number of documents, None if each cluster is one."""
 
 
 def prepare(source: Source, **options: Any) -> Sequences:
@@ -168,11 +169,11 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     given = [replace(source.records[i], identity=names[i]) for i in filled]
     pairs = task == "representation" and any(record.second is not None for record in given)
     if kind == "pairs":
-        examples, unit, no_error = (_translation if task == SEQ2SEQ else _pairs)(given, plan, warnings)
+        examples, unit, no_error, documents = (_translation if task == SEQ2SEQ else _pairs)(given, plan, warnings)
     elif plan.windowed(kind) and not pairs:
-        examples, unit, no_error = _windows(given, plan, warnings)
+        examples, unit, no_error, documents = _windows(given, plan, warnings)
     else:
-        examples, unit, no_error = _one_by_one(source, given, plan, warnings)
+        examples, unit, no_error, documents = _one_by_one(source, given, plan, warnings)
     if not examples:
         raise FulldepthError(" ".join([f"{source.name} gives no sequence with this tokenizer.", *warnings]))
     masks = task == "masked-lm" and tokenizer.mask_token_id is not None
@@ -216,6 +217,7 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         clusters=[example.document for example in examples],
         unit=unit,
         no_error=no_error,
+        documents=documents,
     )
 
 
@@ -253,10 +255,11 @@ def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]
         warnings.append(f"{drawn.left_over} tokens at the ends of documents do not fill a sequence and are left out.")
     typed = _has_types(tokenizer, documents[0][1])
     first = {text: name for name, text in reversed(documents)}  # equal texts are one document
-    clusters, unit, no_error = block_clusters(drawn.windows, [first[text] for _, text in documents])
+    names = [first[text] for _, text in documents]
+    clusters, unit, no_error = block_clusters(drawn.windows, names)
     windows = zip(drawn.windows, clusters, strict=True)
     examples = [_example(outer.wrap(window.ids), task, typed, document=cluster) for window, cluster in windows]
-    return examples, unit, no_error
+    return examples, unit, no_error, len({names[window.document] for window in drawn.windows})
 
 
 def _opening(frame: Frame, plan: Preparation, warnings: list[str]) -> tuple[int, ...]:
@@ -316,7 +319,7 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
     elif cut:
         warnings.append(f"{len(cut)} {noun} longer than {most} tokens and cut there.")
     unit = "document" if source.kind == "text" else "row"
-    return [example for example in examples if example is not None], unit, None
+    return [example for example in examples if example is not None], unit, None, None
 
 
 def _pairs(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
@@ -339,7 +342,7 @@ def _pairs(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) 
                 f"positions are {plan.max_positions or 'not limited'}. Raise sequence_length, or ask for truncation."
             )
         warnings.append(f"{message} and cut there.")
-    return examples, "row", None
+    return examples, "row", None, None
 
 
 def _translation(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
@@ -359,7 +362,7 @@ def _translation(given: Sequence[DataRecord], plan: Preparation, warnings: list[
         examples.append(Example(shifted, target, int(record.identity or 0), encoder_ids=read))
     if cut:
         warnings.append(f"{cut} texts are longer than {length} tokens and cut there.")
-    return examples, "row", None
+    return examples, "row", None, None
 
 
 def input_texts(source: Source) -> Source:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.data.drawing import block_clusters, draw_windows
-from fulldepth.data.opening import open_data, sampled_texts
+from fulldepth.data.opening import PIECES, open_data, sampled_texts
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.embedding import Embedder
 from fulldepth.evaluation.harness import Answers, LayerReader
@@ -77,8 +77,8 @@ class Quality:
                 f"the model's {limit} positions."
             )
         count, seed = settings.prompts, settings.seed or 0
-        texts = sampled_texts(open_data(name, streaming=True), length, count, seed)
-        documents = [(identity(text), text) for text in texts]
+        sampled = sampled_texts(open_data(name, streaming=True), length, count, seed)
+        documents = [(identity(text), text) for _, text in sampled]
         tokenizer = self.subject.tokenizer
         windows = draw_windows(
             documents,
@@ -90,7 +90,10 @@ class Quality:
         ).windows
         if not windows:
             raise FulldepthError(f"{name} has no text of {length} tokens; lower prefix_tokens or max_new_tokens.")
-        clusters, _, no_error = block_clusters(windows, [identity for identity, _ in documents])
+        clusters, unit, no_error = block_clusters(windows, [identity for identity, _ in documents])
+        count = len({sampled[window.document][0] for window in windows})
+        unit = PIECES if unit == "document" and count < len(set(clusters)) else unit
+        self.data = {"name": str(name), "documents": count, "clusters": len(set(clusters)), "unit": unit}
         return torch.tensor([window.ids for window in windows]), [] if no_error else clusters
 
     def score(self, folder: Path | None, watcher: Watcher) -> list[Row]:

@@ -101,7 +101,7 @@ def evaluate(
             results = _evaluated(subject, loaded, quality, settings, folder, watcher)
             results.meta["fingerprint"] = fingerprint
             if folder is not None:
-                results.save(folder)
+                results.save(folder, watcher=watcher)
         if folder is not None:
             shutil.rmtree(folder / ANSWERS, ignore_errors=True)
         return results
@@ -129,6 +129,7 @@ def _evaluated(
         **provenance(KIND, settings.model_dump(), packages=(*FRAMEWORKS, *(["lm-eval"] if settings.tasks else []))),
         "model": subject.document,
         "tasks": task_entries(scored),
+        "quality_data": quality and quality.data,
         "skipped": skipped,
         "warnings": list(subject.checkpoint.warnings) + scored.warnings,
         "headline": findings(scored) | quality_findings(written, subject.num_layers),

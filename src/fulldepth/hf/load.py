@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -242,7 +243,7 @@ def load_config(name: str | Path, *, revision: str | None = None, trust_remote_c
         with _plain_errors(where), silent():
             return load_gguf_config(gguf)
     check_config(where, revision)
-    with _plain_errors(where):
+    with _plain_errors(where), silent():
         return AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
 
 
@@ -377,6 +378,11 @@ def _plain_errors(where: str, kind: str = "model") -> Iterator[None]:
         if "trust_remote_code" in str(error):
             raise FulldepthError(f"{where} carries its own code, which needs --trust-remote-code.") from error
         reason = one_line(error) or type(error).__name__
+        if computed := re.match(r"property '(\w+)' of '\w+' object has no setter", reason):
+            reason = (
+                f"its configuration has the entry {computed[1]}, which transformers computes and no model reads. "
+                "Remove the entry."
+            )
         raise FulldepthError(f"Cannot load a {kind} from {where}: {reason}") from error
 
 

@@ -36,7 +36,7 @@ LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
 
 
 ESTIMATED = 15.0
-"""Seconds from which the time of the batches after the first is estimated."""
+"""Seconds from which the time after the first batch is stated."""
 
 
 class Clock:
@@ -73,7 +73,8 @@ def run_pass(
         process: this process.
         clock: adds the time of every part.
         reference: the second model of MMD.
-        watcher: receives progress, in layers of sequences, and after the first batch an estimate of the time.
+        watcher: receives progress, in layers of sequences, and after the first batch an estimate of the time until all
+            is written.
 
     Returns:
         The lens grid, if there is one.
@@ -91,7 +92,7 @@ def run_pass(
         activations = stack.enter_context(capture(subject.anatomy, sites, stacked=device))
         other = stack.enter_context(capture(reference.anatomy, ["residual"], stacked=device)) if reference else None
         for number, batch in enumerate(subject.sequences.batches(settings.batch_size, process.rank, process.world)):
-            progress = BatchProgress(watcher, len(batch), layers)
+            progress = StepProgress(watcher, layers, len(batch))
             inputs = model_inputs(batch.inputs, subject.device, dtype)
             with clock("forward"):
                 subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
@@ -116,31 +117,35 @@ def run_pass(
             feed(plan, observation, clock)
             observation.__dict__.clear()  # measures keep the object to recognise it, which would keep its tensors
             progress.finish()
-            left = (time.perf_counter() - start) * (sequences / len(batch) - 1)
-            if number == 0 and left >= ESTIMATED:
-                after = timedelta(seconds=round(left))
-                watcher.say(f"About {after} for the other {sequences - len(batch):,} of {sequences:,} sequences.")
+            if number == 0:
+                left = (time.perf_counter() - start) * (sequences / len(batch) - 1)
+                left += sum(measure.forecast() for measure in plan.measures.values())
+                if left >= ESTIMATED:
+                    rest, span = sequences - len(batch), timedelta(seconds=round(left))
+                    then = f"the other {rest:,} of {sequences:,} sequences, the statistics and the page"
+                    watcher.say(f"About {span} to the end: {then if rest else 'the statistics and the page'}.")
     return None if reader is None else reader.grid
 
 
 @dataclass
-class BatchProgress:
-    """Progress of a batch, in layers of sequences: the lens reads layer by layer; the rest is done at the end."""
+class StepProgress:
+    """Progress of a part of the work in steps, which it may report: layers that the lens reads, parts of CKA."""
 
     watcher: Watcher
-    sequences: int
     left: int
-    """Layers that are not read yet."""
+    """Steps that are not done yet."""
+    size: int = 1
+    """What each counts on the bar, such as the sequences of a batch."""
 
-    def advance(self) -> None:
-        """The lens has read a layer."""
-        self.left -= 1
-        self.watcher.advance(self.sequences)
+    def advance(self, steps: int = 1) -> None:
+        """Some steps are done."""
+        self.left -= steps
+        self.watcher.advance(self.size * steps)
 
     def finish(self) -> None:
-        """The batch is done, also where there is no lens."""
+        """The part is done, also where it has reported nothing."""
         if self.left:
-            self.watcher.advance(self.sequences * self.left)
+            self.advance(self.left)
 
 
 def observe(

@@ -29,7 +29,7 @@ from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, NO_TARGET, caveats, gaps, sampling, zero_weights
 from fulldepth.measurement.headline import Clusters, headline
-from fulldepth.measurement.passes import Clock, run_pass, weigh
+from fulldepth.measurement.passes import Clock, StepProgress, run_pass, weigh
 from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan, make_setup
 from fulldepth.measurement.series import (
     SeriesPoint,
@@ -122,7 +122,7 @@ def measure(
         with processes(settings.device) as process:
             results = measure_model(model, data, settings, process, watcher, tokenizer=tokenizer)
         if output is not None and launch.is_main():
-            results.save(output)
+            results.save(output, watcher=watcher)
     return results
 
 
@@ -249,7 +249,7 @@ def measure_into(
             results = measure_model(model, read, settings, process, watcher)
         results.meta["fingerprint"] = print_of_run
         if process.is_main:
-            results.save(folder)
+            results.save(folder, watcher=watcher)
         process.wait()
         return results
 
@@ -354,19 +354,21 @@ def measure_subject(
     watcher.say(check_memory(plan, subject, settings.batch_size))
     for entry in plan.left_out:
         watcher.say(f"Left out: {entry['measure']}, because {entry['reason']}.")
+    if "spectral_norm" in plan.measures:  # before the batches, after which the rest of the time is estimated
+        watcher.begin("Computing the norms of weights", num_projections(subject.anatomy))
+        weigh(subject, plan, process, clock, watcher.advance)
     grid = run_pass(subject, plan, settings, process, clock, reference=reference, watcher=watcher)
-    matrices = num_projections(subject.anatomy) if "spectral_norm" in plan.measures else 0
-    watcher.begin("Computing weights' norms, measures and their errors", matrices + len(plan.measures))
-    weigh(subject, plan, process, clock, watcher.advance)
-
+    watcher.begin("Computing statistics and their errors", sum(measure.steps for measure in plan.measures.values()))
     rows, influences = [], []
     for name, accumulator in plan.measures.items():
+        steps = StepProgress(watcher, accumulator.steps)
+        accumulator.advance = steps.advance
         with clock(name), warnings.catch_warnings():
             # a process may have had no batches; the results of the others are merged in
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
             measured = accumulator.rows()
             influences += accumulator.influences() if measured else []
-        watcher.advance(1)
+        steps.finish()
         rows += measured
         if not measured:
             reason = EMPTY.get(name, "there are too few tokens or occurrences in the data")

@@ -284,6 +284,10 @@ class Observation:
         return cosine(self.gram, norms[:, :, None], norms[:, None, :])
 
 
+def ignore(done: int) -> None:
+    """Do nothing with progress."""
+
+
 class Measure(Accumulator):
     """Base of the accumulators of measures. A subclass declares its inputs, adds its states and turns them into rows.
 
@@ -297,10 +301,18 @@ class Measure(Accumulator):
     needs: ClassVar[frozenset[str]] = frozenset()
     """Requirements, out of `targets, labels, words, equal_lengths, several_sequences, reference, weights, routing,
     head_shares, boxes, objects`."""
+    steps: ClassVar[int] = 1
+    """Parts of its statistics, for progress; a measure with several calls `advance`."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
         self.setup = setup
+        self.advance: Callable[[int], None] = ignore
+        """Called with the number of `steps` that `rows` has done since the last call."""
+
+    def forecast(self) -> float:
+        """About how many seconds `rows` will take once all data are added; 0 if it is not worth a trial."""
+        return 0.0
 
     def add_sum(self, name: str, *shape: int, dtype: torch.dtype = torch.float64) -> None:
         """Add a zero-initialised state that is summed over batches and processes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import torch
 from torch import Tensor
@@ -72,6 +73,12 @@ def cka_matrix(features: Tensor, debiased: bool = True) -> Tensor:
     return _ratio(_chosen(hsic_of(list(features)), debiased))
 
 
+TRIALS = (256, 512)
+"""Numbers of tokens from which the time of all tokens is forecast."""
+FORECAST = 4
+"""A forecast is made for at least as many times the tokens of the larger trial."""
+
+
 class Cka(Measure):
     """Debiased and biased CKA of every pair of layers; `count` is the number of tokens behind an estimate.
 
@@ -84,6 +91,7 @@ class Cka(Measure):
 
     name = "cka"
     units = dict.fromkeys(("debiased", "biased", "standard_error_of_debiased"), "1")
+    steps = 100
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -106,7 +114,17 @@ class Cka(Measure):
         """
         sample = self.tokens.compute()
         group = self.setup.group_of.to(sample.keys.device)[sample.keys >> POSITION_BITS]
-        both = hsic_of_views(sample.features.transpose(0, 1), later_than_first(sample.keys), group, self.setup.groups)
+        done = 0
+
+        def advance(share: float) -> None:
+            nonlocal done
+            further = int(share * self.steps) - done
+            if further > 0:
+                done += further
+                self.advance(further)
+
+        later = later_than_first(sample.keys)
+        both = hsic_of_views(sample.features.transpose(0, 1), later, group, self.setup.groups, advance)
         views = both[: len(self.setup.views)]
         influences = [jackknife_influence(_ratio(view.without)) for view in views]
         return {
@@ -116,6 +134,21 @@ class Cka(Measure):
             "influences": influences[0],
             "count": torch.tensor([view.tokens for view in views]),
         }
+
+    def forecast(self) -> float:
+        """Seconds by two trials on few tokens of noise: the time grows with the square of the number of tokens."""
+        setup, count = self.setup, min(self.tokens.capacity, self.setup.num_tokens)
+        if count < FORECAST * TRIALS[-1]:
+            return 0.0
+        seconds, generator = [], torch.Generator(setup.device).manual_seed(0)
+        for few in TRIALS:
+            noise = torch.randn(setup.num_layers + 1, few, setup.width, device=setup.device, generator=generator)
+            numbers = torch.arange(few, device=setup.device)
+            start = time.perf_counter()
+            hsic_of_views(noise, numbers % 2 > 0, numbers % setup.groups, setup.groups)
+            seconds.append(time.perf_counter() - start)
+        first, second = (few**2 for few in TRIALS)
+        return max(0.0, seconds[0] + (seconds[1] - seconds[0]) * (count**2 - first) / (second - first))
 
     def rows(self) -> list[Row]:
         """Rows for every pair of layers 0..L; no standard error without several groups."""

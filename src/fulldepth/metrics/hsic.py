@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -95,7 +95,9 @@ class LayerSums(NamedTuple):
     """0-d: what the Gram matrix was divided by."""
 
 
-def hsic_of_views(features: Tensor, later: Tensor, group: Tensor, groups: int) -> tuple[Estimates, Estimates]:
+def hsic_of_views(
+    features: Tensor, later: Tensor, group: Tensor, groups: int, advance: Callable[[float], None] = lambda done: None
+) -> tuple[Estimates, Estimates]:
     """HSIC of every pair of layers, over all tokens and over those that are not the first of their sequence.
 
     Products are in float32 (float64 for float64 features), and in float64 for all layers if one loses more than two
@@ -106,6 +108,7 @@ def hsic_of_views(features: Tensor, later: Tensor, group: Tensor, groups: int) -
         later: `[N]` bool: False for first tokens.
         group: `[N]` int64 in 0..groups-1: the group of each token.
         groups: G.
+        advance: called with the share of the products that are done, which falls to 0 if they are repeated in float64.
     """
     device = features.device
     runs = (group + groups * later).to(device)  # first tokens come first, then by group, so one pass gives every sum
@@ -117,7 +120,7 @@ def hsic_of_views(features: Tensor, later: Tensor, group: Tensor, groups: int) -
         for copy, layer in zip(room, features, strict=True):
             for some, tokens in zip(copy.split(PART), order.split(PART), strict=True):
                 some.copy_(layer[tokens])
-        return _estimates(room, runs[order], groups)
+        return _estimates(room, runs[order], groups, advance)
 
     if features.dtype != torch.float64:
         quick = found(torch.float32)
@@ -133,16 +136,19 @@ def hsic_of(features: Sequence[Tensor]) -> Estimates:
     return _estimates(copies, torch.ones(len(copies[0]), dtype=torch.int64, device=copies[0].device), 1)[0]
 
 
-def _estimates(features: Sequence[Tensor] | Tensor, runs: Tensor, groups: int) -> tuple[Estimates, Estimates]:
+def _estimates(
+    features: Sequence[Tensor] | Tensor, runs: Tensor, groups: int, advance: Callable[[float], None] = lambda done: None
+) -> tuple[Estimates, Estimates]:
     """Over all tokens and without first ones, with products in the features' precision; they are overwritten.
 
     Args:
         features: `[N, D]` of each layer.
         runs: `[N]`, ascending: the group of a first token, `groups` more for a later one.
         groups: G.
+        advance: see `hsic_of_views`.
     """
     layers = [_layer(layer) for layer in features]
-    products = _products(layers, runs.tolist(), groups)
+    products = _products(layers, runs.tolist(), groups, advance)
     first = int((runs < groups).sum())
     rest = _assemble(products[1], layers, runs % groups, first)
     return (_assemble(products[0], layers, runs % groups, 0) if first else rest), rest
@@ -184,7 +190,7 @@ def _sum(x: Tensor, weights: Tensor | None = None) -> Tensor:
     return total
 
 
-def _products(layers: Sequence[LayerSums], runs: list[int], groups: int) -> Tensor:
+def _products(layers: Sequence[LayerSums], runs: list[int], groups: int, advance: Callable[[float], None]) -> Tensor:
     """Sums of `K_ij L_ij` over `i != j`, for all pairs of Gram matrices.
 
     Only a block of rows of all Gram matrices, right of the diagonal, exists at a time, in memory that all blocks share:
@@ -195,6 +201,7 @@ def _products(layers: Sequence[LayerSums], runs: list[int], groups: int) -> Tens
         layers: of which the Gram matrices are made.
         runs: see `_estimates`.
         groups: G.
+        advance: see `hsic_of_views`.
 
     Returns:
         `[2, 2, G, S, S]` float64, for all tokens and without first ones: the sums over `i` in each group and any `j`,
@@ -224,6 +231,7 @@ def _products(layers: Sequence[LayerSums], runs: list[int], groups: int) -> Tens
                 sums[1, run % groups] += 2 * pairs * (run % groups == other % groups)
             left = right
         start += rows
+        advance(1 - ((samples - start) / samples) ** 2)
     return total
 
 

@@ -20,7 +20,18 @@ from markupsafe import Markup
 from fulldepth.reporting import evaluation, exits, figures, groups, measured, skip, story, training
 from fulldepth.reporting.charts import Note
 from fulldepth.reporting.measured import Shown
-from fulldepth.reporting.phrases import dotted, percent, plain, plus_minus, scaled, seconds, short, size, visible
+from fulldepth.reporting.phrases import (
+    amount_of_text,
+    dotted,
+    percent,
+    plain,
+    plus_minus,
+    scaled,
+    seconds,
+    short,
+    size,
+    visible,
+)
 from fulldepth.reporting.source import (
     COMPARISON,
     EVALUATION,
@@ -269,7 +280,7 @@ def _environment() -> jinja2.Environment:
     night = [(DARK[shade], DARK[INK if at < 5 else PAPER]) for at, shade in enumerate(SEQUENTIAL)]
     part = {"part": lambda name: Markup(loader.get_source(environment, name)[0])}
     environment.globals |= {**part, "ramp": {"light": shades, "dark": night}, "names": texts()}
-    own = (dotted, percent, plain, scaled, seconds, short, size, training.objective_line)
+    own = (amount_of_text, dotted, percent, plain, scaled, seconds, short, size, training.objective_line)
     environment.filters |= {one.__name__: one for one in own}
     environment.tests["table"] = lambda one: isinstance(one, Table)
     return environment

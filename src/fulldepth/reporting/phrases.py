@@ -9,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from fulldepth.reporting.style import is_invisible, minus
+from fulldepth.uncertainty import counted
 
 NOTHING = "–"
 """Shown instead of an unknown number."""
@@ -82,6 +83,20 @@ def scaled(value: Any) -> str:
         if value >= factor:
             return f"{value / factor:.3g} {letter}"
     return f"{value:,.0f}"
+
+
+def amount_of_text(data: Mapping[str, Any]) -> str:
+    """What data consist of: `40 rows`, `1 document in 24 pieces of text`; empty if it is not known.
+
+    Results of earlier versions counted pieces as documents and lack `clusters`.
+    """
+    documents, clusters, unit = (data.get(key) for key in ("documents", "clusters", "unit"))
+    if not documents or not clusters or not unit:
+        return ""
+    of_text = counted(documents, "document")
+    if clusters == documents:  # no error is known where all text is one block
+        return counted(clusters, short(unit, 40)) if unit in ("row", "image", "sequence") else of_text
+    return f"{of_text} in {counted(clusters, short(unit, 40))}"
 
 
 def size(value: Any) -> str:

@@ -37,7 +37,7 @@ KINDS = {
 """Kinds of results that can be compared -> what one is called."""
 GROUPED = ("training", "measure")
 """Kinds of which groups can be compared."""
-ENTRIES = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exits", "full")}
+ENTRIES = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exits", "full", "quality_data")}
 """Kind of results -> entries of their documents that a comparison holds for each model."""
 
 

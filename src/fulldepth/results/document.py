@@ -118,7 +118,7 @@ DATA = entries(
     "Data",
     (str, "name kind hash text_hash unit no_error"),
     (Whole, "sequences tokens documents train_sequences validation_sequences clusters"),
-    (entries("Split", (str, "name")), "heldout"),
+    (entries("Split", (str, "name unit"), (Whole, "documents clusters")), "heldout train"),
 )
 SAMPLE = entries(
     "Sample",
@@ -224,7 +224,7 @@ DOCUMENT = entries(
     "Document",
     *READ,
     (MODEL, "model"),
-    (DATA, "data"),
+    (DATA, "data quality_data"),
     (str, "kind created fingerprint of depth"),
     (bool, "complete"),
     (Whole, "seed step"),
@@ -243,6 +243,7 @@ DOCUMENT = entries(
                 *READ,
                 *PLAN,
                 (str, "label"),
+                (DATA, "quality_data"),
                 (bool, "baseline paired"),
                 (list[Whole], "seeds"),
                 (many(EXIT), "generation"),

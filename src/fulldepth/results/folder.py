@@ -19,6 +19,7 @@ import pandas as pd
 from fulldepth import launch, reporting
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic, locked, reading, remove_leftovers, write_text
+from fulldepth.progress import Watcher
 from fulldepth.reporting.source import TOGETHER
 from fulldepth.results import document, influences, table
 from fulldepth.results.document import Finding
@@ -170,7 +171,7 @@ class Results:
         columns = ["text", "position", "token", "layer", "rank", "top_token", "probability"]
         return pd.DataFrame(rows, columns=columns)
 
-    def save(self, directory: str | Path, *, page: bool = True) -> Path:
+    def save(self, directory: str | Path, *, page: bool = True, watcher: Watcher | None = None) -> Path:
         """Write `results.json`, `results.parquet` and `report.html` into `directory` (created if absent), atomically.
 
         Influences are written to `groups.parquet`. The folder is locked meanwhile. An earlier page is removed first, so
@@ -180,6 +181,7 @@ class Results:
         Args:
             directory: the result folder; results there are replaced (see `claimed`).
             page: whether to write the page; False for a part of a folder that the caller holds, which is not locked.
+            watcher: receives progress, file by file.
 
         Returns:
             The folder.
@@ -187,7 +189,7 @@ class Results:
         Raises:
             FulldepthError: if the folder cannot be written, or another process is writing there.
         """
-        folder = Path(directory)
+        folder, watcher = Path(directory), watcher or Watcher()
         meta = {"schema_version": document.SCHEMA_VERSION, **self.meta}
         try:
             tables = {"table": self.table, "influences": self.influences}
@@ -198,6 +200,7 @@ class Results:
             }
             text = json.dumps(meta | stamps, indent=1, allow_nan=False, default=str)
             contents = {DOCUMENT: text.encode(), **{STORED[name]: content for name, content in files.items()}}
+            watcher.begin(f"Writing results{' and page' * page}", len(contents) + page)
             with locked(folder) if page else nullcontext():
                 folder.mkdir(parents=True, exist_ok=True)
                 remove_leftovers(folder)
@@ -205,10 +208,12 @@ class Results:
                 with ExitStack() as renamed_in_reverse:
                     for name, content in contents.items():
                         renamed_in_reverse.enter_context(atomic(folder / name)).write_bytes(content)
+                        watcher.advance(1)
                 if self.influences is None:
                     (folder / GROUPS).unlink(missing_ok=True)  # of earlier results; the new document does not name it
                 if page:
                     self.save_page(folder)
+                    watcher.advance(1)
         except OSError as error:
             raise FulldepthError(f"Cannot write results into {folder}: {error.strerror or error}.") from error
         return folder

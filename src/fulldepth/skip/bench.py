@@ -179,7 +179,7 @@ def bench(
             places = {"data": data, "heldout": heldout, "output": output}
             again = command_line("skip bench", [original, *exports], places, settings) + " --overwrite"
             results.meta["next"] = {"why": "again:", "command": again} if measured.busy() else None
-            results.save(output)
+            results.save(output, watcher=watcher)
     return results
 
 

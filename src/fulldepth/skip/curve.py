@@ -117,7 +117,7 @@ def curve(
         }
         results = Results(table, dict(finite(document)))
         if output is not None and process.is_main:
-            results.save(output)
+            results.save(output, watcher=watcher)
         process.wait()
     return Curve(plan, results)
 

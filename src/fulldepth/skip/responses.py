@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from fulldepth.data.conversations import CUT_OFF, Prompt, as_prompt, conversation_prompts, encode_prompt
+from fulldepth.data.conversations import CUT_OFF, END, Prompt, as_prompt, conversation_prompts, encode_prompt
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
 from fulldepth.data.tokens import decode_ids
@@ -65,7 +65,7 @@ class Responses(NamedTuple):
     pairs: list[dict[str, Any]]
     """`prompt` and `response`, for `read_examples`: both texts, or both lists of messages, special tokens included;
     `cut_off` is true where the limit of tokens ended the response, so that no loss is put on an end that the model did
-    not choose."""
+    not choose. `end` is the text of the token by which the model ended the others."""
     settings: dict[str, Any]
     """Settings of the generation, and counts of responses; plain values for a plan's `data`."""
 
@@ -218,7 +218,8 @@ def _responses(
         unfinished += stop is None
         tokens += len(ids[:stop])
         response = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        pairs.append({"prompt": prompt, "response": response, CUT_OFF: stop is None})
+        end = {} if stop is None else {END: decode_ids(tokenizer, ids[stop : stop + 1], skip_special_tokens=False)}
+        pairs.append({"prompt": prompt, "response": response, CUT_OFF: stop is None, **end})
     settings |= {"empty": empty, "unfinished": unfinished, "response_tokens": tokens}
     if not pairs:
         raise FulldepthError(f"The model gave an empty response to each of the {len(answers)} prompts.")

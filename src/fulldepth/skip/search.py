@@ -117,7 +117,7 @@ def search(
             plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
             complete = folder is not None and all((folder / name).exists() for name in (DOCUMENT, PAGE))
             if folder is not None and process.is_main and not complete:
-                outcome(plan, problem, folder, data, heldout).save(folder)
+                outcome(plan, problem, folder, data, heldout).save(folder, watcher=watcher)
         process.wait()
     return plan
 

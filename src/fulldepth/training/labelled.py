@@ -259,6 +259,8 @@ def _facts(parts: Sequence[Source], described: Fingerprint) -> dict[str, Any]:
         "train_sequences": len(parts[0]),
         "classes": len(parts[0].class_names),
         "documents": sum(map(len, parts)),
+        "clusters": sum(map(len, parts)),
+        "unit": "image" if parts[0].records[0].image is not None else "row",
     }
 
 

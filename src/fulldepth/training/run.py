@@ -141,7 +141,7 @@ def train(
                 raise StoppedError(stopped)
             results = callback.results(complete=True)
             if trainer.args.should_save:
-                results.save(folder)  # the page says that the run is complete
+                results.save(folder, watcher=watcher)  # the page says that the run is complete
             return results
 
 

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from fulldepth.data import builtin_texts, conversations, open_documents, pack, train_tokenizer, train_wordpiece
-from fulldepth.data.conversations import CUT_OFF, encode_pair
+from fulldepth.data.conversations import CUT_OFF, END, encode_pair
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic_folder
 from fulldepth.hf import checkpoint_of, evaluating, find_tokenizer, load_tokenizer
@@ -31,6 +31,7 @@ from fulldepth.targets import IGNORE
 from fulldepth.training.folder import TOKENIZER
 from fulldepth.training.model import build_config, special_tokens
 from fulldepth.training.trainer import RunData, RunMixin, make_objective, trl_module, window_collator
+from fulldepth.uncertainty import counted
 
 MOST_TOKENS = 1 << 20
 """Largest vocabulary of `builtin:N`."""
@@ -165,8 +166,8 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
     )
     if packed.train.documents < arguments.world_size:
         raise FulldepthError(
-            f"{packed.name} has {packed.train.documents} training documents, fewer than the {arguments.world_size} "
-            "processes. Use more text or fewer processes."
+            f"{packed.name} has {counted(packed.train.documents, packed.unit)} to train on, fewer than the "
+            f"{arguments.world_size} processes. Use more text or fewer processes."
         )
     return RunData(
         config,
@@ -176,7 +177,9 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
         {
             "hash": packed.hash,
             "tokens": packed.tokens,
-            "documents": packed.documents,
+            "documents": packed.sources,
+            "clusters": packed.documents,
+            "unit": packed.unit,
             "train_sequences": len(packed.train),
         },
         window_collator(settings),
@@ -297,7 +300,8 @@ def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, wat
     validates = np.isin(row, left[held_out])
     columns = encoded.select_columns(READ)
     train, validation = (columns.select(np.flatnonzero(answered & chosen)) for chosen in (~validates, validates))
-    facts = {"hash": rows_hash(train, validation), "train_sequences": len(train), "documents": len(left)}
+    counts = {"documents": len(left), "clusters": len(left), "unit": "row"}
+    facts = {"hash": rows_hash(train, validation), "train_sequences": len(train), **counts}
     return RunData(config, tokenizer, train, validation, facts, warnings=warnings, trainer=ConversationTrainer)
 
 
@@ -314,9 +318,9 @@ def _encoded(
         else:
             prompt = rows["prompt"][place]
             messages, first = [*prompt, *rows["completion"][place]], len(prompt)
-        cut_off = rows[CUT_OFF][place] if CUT_OFF in rows else None
+        cut_off, end = (rows[key][place] if key in rows else None for key in (CUT_OFF, END))
         where = f"{name} conversation {number + 1}"
-        for ids, labels in chat_examples(tokenizer, messages, where, first, cut_off=cut_off):
+        for ids, labels in chat_examples(tokenizer, messages, where, first, cut_off=cut_off, end=end):
             answered = any(label != IGNORE for label in labels[:length])
             for key, value in zip(examples, (ids[:length], labels[:length], number, len(ids), answered), strict=True):
                 examples[key].append(value)
@@ -324,7 +328,13 @@ def _encoded(
 
 
 def chat_examples(
-    tokenizer: Any, messages: list[dict[str, str]], where: str, first: int = 1, *, cut_off: bool | None = None
+    tokenizer: Any,
+    messages: list[dict[str, str]],
+    where: str,
+    first: int = 1,
+    *,
+    cut_off: bool | None = None,
+    end: str | None = None,
 ) -> list[tuple[list[int], list[int]]]:
     """Token ids and labels of a chat: one example as long as each prompt begins with the ids of the previous prompt and
     its response, a further one where the template writes earlier turns differently.
@@ -335,12 +345,13 @@ def chat_examples(
         where: name of the chat, for errors.
         first: index of the first message that may be a response with labels.
         cut_off: as for `encode_pair`.
+        end: as for `encode_pair`.
     """
     examples: list[tuple[list[int], list[int]]] = []
     for place in range(first, len(messages)):
         if messages[place]["role"] != "assistant" or not messages[place]["content"].strip():
             continue
-        prompt, answer, _ = encode_pair(tokenizer, messages[:place], messages[place], where, cut_off=cut_off)
+        prompt, answer, _ = encode_pair(tokenizer, messages[:place], messages[place], where, cut_off=cut_off, end=end)
         ids, labels = [*prompt, *answer], [*[IGNORE] * len(prompt), *answer]
         if examples and prompt[: len(examples[-1][0])] == examples[-1][0]:
             earlier = examples.pop()[1]
