@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ import torch
 
 import fulldepth
 from fulldepth.exit import Decoder, Generation, sweep
+from fulldepth.settings import layer
+from fulldepth.settings.train import TrainSettings
 from fulldepth.skip import search
 
 ACCURACY_DROP = 0.01
@@ -81,11 +84,32 @@ def measured(subject: Subject) -> dict[str, Any]:
         rows = rows[rows.other.isna() | (rows.other == depth)].sort_values("layer")
         numbers[name] = [None if math.isnan(value) else value for value in rows.value.tolist()]
     losses = numbers["lens_loss"]
-    numbers["near_final"] = next(layer for layer, loss in enumerate(losses) if loss <= 1.05 * losses[-1])
+    numbers["near_final"] = next(depth_of for depth_of, loss in enumerate(losses) if loss <= 1.05 * losses[-1])
     for name in ("effective_depth", "median_saturation"):
         numbers[name] = results.headline.get(name, {}).get("value")
     jumps = table[(table.measure == "jump_rate") & (table.statistic == "value")].set_index("layer").value
     return numbers | {f"zeta_{back}": float(jumps[depth - back]) for back in range(3)}
+
+
+def transferred(subject: Subject) -> dict[str, Any]:
+    """Accuracy on the digits of new linear heads on the frozen features of every layer, from layer 0 on."""
+    settings = {
+        "task": "image-classification",
+        "method": "frozen-features",
+        "model": {"checkpoint": subject.model},
+        "data": {"name": "digits:builtin/train", "validation": "digits:builtin/test"},
+        "steps": 400,
+        "global_batch_size": 64,
+        "learning_rate": 0.05,
+        "weight_decay": 0.0,
+        "eval_every": 400,
+        "save_every": 400,
+        "device": subject.common["device"],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        table = fulldepth.train(layer(TrainSettings, settings), folder, progress=False).table
+    rows = table[(table.measure == "lens_accuracy") & (table.step == settings["steps"])]
+    return {"transfer_accuracy": rows.sort_values("layer").value.tolist()}
 
 
 def pruned(subject: Subject) -> dict[str, Any]:
@@ -200,5 +224,6 @@ PROBES: dict[str, Callable[[Subject], dict[str, Any]]] = {
     "scalars": rescaled,
     "speculation": speculated,
     "pruning": pruned,
+    "transfer": transferred,
     "timed": timed,
 }
