@@ -84,7 +84,7 @@ def measured(subject: Subject) -> dict[str, Any]:
         rows = rows[rows.other.isna() | (rows.other == depth)].sort_values("layer")
         numbers[name] = [None if math.isnan(value) else value for value in rows.value.tolist()]
     losses = numbers["lens_loss"]
-    numbers["near_final"] = next(depth_of for depth_of, loss in enumerate(losses) if loss <= 1.05 * losses[-1])
+    numbers["near_final"] = next(number for number, loss in enumerate(losses) if loss <= 1.05 * losses[-1])
     for name in ("effective_depth", "median_saturation"):
         numbers[name] = results.headline.get(name, {}).get("value")
     jumps = table[(table.measure == "jump_rate") & (table.statistic == "value")].set_index("layer").value
