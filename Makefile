@@ -21,7 +21,7 @@ OLDEST_TESTS := tests/architectures tests/cli tests/evaluation tests/execution t
 CASES ?= 10000
 START ?= 0
 
-.PHONY: help demo test test-all test-oldest test-readme test-fast fuzz lint wheel docs bench clean
+.PHONY: help demo test test-all test-oldest test-readme test-experiments test-fast fuzz lint wheel docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -43,6 +43,10 @@ test-readme: ## Install as README says, in an environment of its own, and run RE
 	@rm -rf build/readme
 	@mkdir -p build/readme
 	@$(PYTHON) tests/readme_commands.py build/readme
+
+test-experiments: .venv/.dev ## Train and measure every arm of the experiments for a few steps
+	@rm -rf build/experiments
+	HF_HUB_OFFLINE=1 $(BIN)/python experiments/run.py smoke --arms all --output build/experiments
 
 test-fast: .venv/.dev ## Run the tests that take no more than seconds
 	$(PYTEST) -m "not slow and not browser and not thorough"
