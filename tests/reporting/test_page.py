@@ -305,7 +305,8 @@ COVERED = """() => [...document.querySelectorAll(".plot")].flatMap((div) => {
         && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1;
     const bars = [...div.querySelectorAll(".modebar-group")].map(box);
     if (!bars.some((bar) => bar.width > 10)) return [div.dataset.figure + ": no toolbar"];
-    const shown = div.querySelectorAll(".legend .legendtext, .legend .legendsymbols, .nsewdrag, .heatmaplayer image, .xtick text, .gtitle");
+    const names = ".legend .legendtext, .legend .legendsymbols";
+    const shown = div.querySelectorAll(`${names}, .nsewdrag, .heatmaplayer image, .xtick text`);
     return [...shown].filter((one) => bars.some((bar) => meets(bar, box(one))))
         .map((one) => `${div.dataset.figure}: ${one.getAttribute("class") || one.tagName} ${one.textContent}`);
 })"""
