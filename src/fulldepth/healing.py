@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from fulldepth.errors import FulldepthError, needing
+from fulldepth.errors import FulldepthError, StoppedError, needing
 from fulldepth.files import locked
 from fulldepth.hf import pick_device
 from fulldepth.hf.checkpoint_folder import check_free, size_of
@@ -95,24 +95,34 @@ def heal(
     check_free(target, _bytes_of_work(model, settings))
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
     with locked(work):
-        healing = refit(plan, model, data, settings=settings, output=target, **opened)
-        chosen = tokenizer or settings.tokenizer
-        if settings.steps:
-            passes = settings.steps * settings.global_batch_size / len(healing.fitting)
-            if passes > MANY:
-                watcher.say(
-                    f"Training passes {passes:.0f} times over {len(healing.fitting)} sequences, which it then knows by "
-                    "heart. Give more with --max-sequences, or fewer --steps."
-                )
-            start = write_start(healing, work / "start", chosen)
-            write_texts(healing, start, work)
-            for label, source in (("trained", start), ("control", model)):
-                run = _training(healing, source, model, work)
-                train(run, work / label, resume=(work / label).exists(), watcher=watcher)
-            healing = with_weights(healing, work / "trained")
-            healing = with_model(healing, "trained", healing.model, watcher)
-            healing = with_model(healing, "control", work / "control", watcher)
-        results = save_healed(healing, plan, target, chosen)
+        try:
+            healing = refit(plan, model, data, settings=settings, output=target, **opened)
+            chosen = tokenizer or settings.tokenizer
+            if settings.steps:
+                passes = settings.steps * settings.global_batch_size / len(healing.fitting)
+                if passes > MANY:
+                    watcher.say(
+                        f"Training passes {passes:.0f} times over {len(healing.fitting)} sequences, which it then "
+                        "knows by heart. Give more with --max-sequences, or fewer --steps."
+                    )
+                start = write_start(healing, work / "start", chosen)
+                write_texts(healing, start, work)
+                for label, source in (("trained", start), ("control", model)):
+                    run = _training(healing, source, model, work)
+                    train(run, work / label, resume=(work / label).exists(), watcher=watcher)
+                healing = with_weights(healing, work / "trained")
+                healing = with_model(healing, "trained", healing.model, watcher)
+                healing = with_model(healing, "control", work / "control", watcher)
+            results = save_healed(healing, plan, target, chosen)
+        except StoppedError:
+            raise
+        except FulldepthError:
+            if not any(work.glob("*/checkpoint-*")):  # refused before a step: another call may take the folder
+                shutil.rmtree(work / "start", ignore_errors=True)
+                shutil.rmtree(work / "tokens", ignore_errors=True)
+                for text in (TRAIN, VALIDATION):
+                    (work / text).unlink(missing_ok=True)
+            raise
     shutil.rmtree(work, ignore_errors=True)
     return results
 

@@ -77,3 +77,20 @@ def test_the_command_heals_trains_and_compares_with_its_control(tmp_path, main, 
     code = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0].replace("PATH", str(out))
     done = shell(sys.executable, "-c", code.rpartition("# Without fulldepth")[2].partition("\n")[2], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_healing_that_is_refused_before_a_step_leaves_its_folder_free(tmp_path, main, monkeypatch):
+    """Its texts are too few to train on: the same command with longer ones is another healing."""
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
+    tiny_models.build("llama").save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    planned.plan(loaded, [2], "attention", None).changed(
+        model={"name": str(tmp_path / "model"), "class": "LlamaForCausalLM", "hash": model_hash(loaded)}
+    ).save(tmp_path / "plan.json")
+    jsonl(tmp_path / "short.jsonl", *({"prompt": words(n), "response": words(n, n + 1)} for n in range(40)))
+    options = ["--data", tmp_path / "short.jsonl", "--sequence-length", "48", "--steps", "1"]
+    code, _, said = main("skip", "heal", tmp_path / "plan.json", tmp_path / "model", *options, "-o", tmp_path / "out")
+    assert code != 0
+    assert "fewer than one sequence" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "plan.json", "short.jsonl"]

@@ -53,6 +53,7 @@ def test_what_is_printed(main, checkpoint, text_file, tmp_path):
         assert f"\n{name}" in f"\n{shown}"
     assert "nothing to do" in error
     assert again == shown
+    assert Results.load(out).meta["data"]["path"] == str(text_file), "the advised command repeats it"
 
 
 @pytest.mark.thorough

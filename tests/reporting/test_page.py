@@ -299,6 +299,35 @@ def test_embeddings_are_layer_0_on_axes_in_hover_boxes_and_in_the_lens(pages, vi
     assert not re.search(r"\bemb\b|at embeddings", page.locator("body").inner_text())
 
 
+COVERED = """() => [...document.querySelectorAll(".plot")].flatMap((div) => {
+    const box = (one) => one.getBoundingClientRect();
+    const meets = (a, b) => a.width && b.width && Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+        && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1;
+    const bars = [...div.querySelectorAll(".modebar-group")].map(box);
+    if (!bars.some((bar) => bar.width > 10)) return [div.dataset.figure + ": no toolbar"];
+    const names = ".legend .legendtext, .legend .legendsymbols";
+    const shown = div.querySelectorAll(`${names}, .nsewdrag, .heatmaplayer image, .xtick text`);
+    return [...shown].filter((one) => bars.some((bar) => meets(bar, box(one))))
+        .map((one) => `${div.dataset.figure}: ${one.getAttribute("class") || one.tagName} ${one.textContent}`);
+})"""
+"""What of the figures lies under their toolbars."""
+CUT = """() => [...document.querySelectorAll(".verdict-table")].flatMap((box) => {
+    const right = Math.min(box.getBoundingClientRect().right, innerWidth) + 0.5;
+    return [...box.querySelectorAll("th, td")].filter((one) => one.getBoundingClientRect().right > right
+        || one.scrollWidth > one.clientWidth + 1).map((one) => one.innerText);
+})"""
+"""Cells of the tables of verdicts that are cut."""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("kind", ["comparison", "language_model", "skips", "bench"])
+def test_toolbars_cover_nothing_and_no_column_is_cut(pages, visit, kind):
+    page = visit(pages(kind))
+    unfold(page)
+    assert page.evaluate(COVERED) == []
+    assert page.evaluate(CUT) == []
+
+
 @pytest.mark.browser
 def test_the_lens_grid_is_the_document(pages, visit):
     page = visit(pages("comparison"))

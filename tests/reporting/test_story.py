@@ -56,6 +56,9 @@ def test_the_paragraph_of_a_model_with_a_jump():
             "command": "fulldepth skip search org/m --data 'my texts.txt' --blocks 1 --output plan/",
         },
     }
+    placed = {**META, "data": {**META["data"], "path": "far/my texts.txt"}}
+    told = story(facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], settled=[0, 0, 0.1, 0.3, 0.6, 1.0], **PREDICTS), placed)
+    assert "--data 'far/my texts.txt' --blocks" in told["next"]["command"], "the data are not in this folder"
     assert round(math.degrees(math.acos(1 - 2 * 0.15)) / math.degrees(math.acos(1 - 2 * 0.018)), 1) == 3.0
 
 

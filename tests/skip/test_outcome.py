@@ -105,6 +105,16 @@ def test_unsure_rounds_end_in_advice_on_the_number_of_windows(margins, advice):
     assert advice in finding.sentence
 
 
+def test_the_advised_rows_are_more_than_those_that_left_a_round_unsure():
+    plan = planned.plan(
+        build("llama"),
+        values=None,
+        data={"hash": "sha256:" + "0" * 64, "heldout": {"name": "a seeded fifth of a.jsonl", "examples": 10}},
+        cost=NOTHING | {"rounds": [{"margin": 0.019, "standard_error": 0.004, "sequences": 10}], "unsure_rounds": [1]},
+    )
+    assert "Use at least 20 rows (`--max-sequences 100`)" in headline(plan, LAYERS)["sure_rounds"].sentence
+
+
 @pytest.mark.parametrize(("losses", "healed"), [([2.0, 2.1, 2.5], 2.2), ([2.0, 1.9, 1.8], 1.8)])
 def test_losses_without_errors_are_not_interpreted(losses, healed):
     plan = healed_plan(build("llama"), losses=losses, healed_loss=healed, search="greedy")

@@ -112,6 +112,13 @@ def test_a_refused_setting_leaves_no_folder_that_blocks_the_corrected_command(re
         with refused() as caught:
             train_by(recipe(**SHORT | change), run)
         assert "another recipe" not in str(caught.value)
+        assert not run.exists(), "an export into this folder would be refused"
+    run.mkdir()
+    (run / "user.txt").write_text("stays")
+    with refused("absent.jsonl"):
+        train_by(recipe(**SHORT | {"data": {"validation": str(tmp_path / "absent.jsonl")}}), run)
+    assert [path.name for path in run.iterdir()] == ["user.txt"]
+    (run / "settings.yaml").write_text(dump(settings(recipe(**SHORT | {"steps": 3}))))  # killed before a step
     (run / "tokenizer").mkdir()  # of a run of another size, which was refused after it had trained one
     assert train_by(recipe(**SHORT), run).meta["complete"]
     assert not (run / "tokenizer").exists()

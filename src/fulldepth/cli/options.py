@@ -158,7 +158,7 @@ def check_arguments(values: Mapping[str, Any], results: bool) -> None:
     named = [value for key in LOCAL if (value := values.get(key)) is not None]
     for one in (one for value in named for one in (value if isinstance(value, list) else [value])):
         text = str(one)
-        is_path = text.startswith(("/", "./", "../")) or text.endswith(ENDINGS)
+        is_path = isinstance(one, Path) or text.startswith(("/", "./", "../")) or text.endswith(ENDINGS)
         if is_path and ":" not in text and not Path(text).exists():
             raise FulldepthError(f"There is no file or folder {one_line(text, 300)}.")
     output = values.get("output")

@@ -121,6 +121,7 @@ def measure(
     with claimed(output, overwrite):
         with processes(settings.device) as process:
             results = measure_model(model, data, settings, process, watcher, tokenizer=tokenizer)
+            results.meta["data"] |= _place(data)
         if output is not None and launch.is_main():
             results.save(output, watcher=watcher)
     return results
@@ -248,6 +249,7 @@ def measure_into(
         else:
             results = measure_model(model, read, settings, process, watcher)
         results.meta["fingerprint"] = print_of_run
+        results.meta["data"] |= _place(data)
         if process.is_main:
             results.save(folder, watcher=watcher)
         process.wait()
@@ -281,6 +283,11 @@ def _is_there(folder: Path, print_of_run: str, points: list[SeriesPoint], overwr
         "settings have changed. "
         "Choose another --output, or replace it with --overwrite."
     )
+
+
+def _place(data: Any) -> dict[str, str]:
+    """Where the data are, as the user wrote it, which the advice on the next command repeats; empty for objects."""
+    return {"path": str(data)} if isinstance(data, str | Path) else {}
 
 
 def measure_model(

@@ -164,7 +164,7 @@ def export_of(meta: Mapping[str, Any], layers: int) -> dict[str, str] | None:
     name = (meta.get("model") or {}).get("name")
     if not name or not layers:
         return None
-    command = f"fulldepth exit export {shlex.quote(short(name, 160))} --layers {layers} --output first-{layers}/"
+    command = f"fulldepth exit export {shlex.quote(short(name, 400))} --layers {layers} --output first-{layers}/"
     return {"why": f"export the first {layers} layers as a checkpoint:", "command": command}
 
 

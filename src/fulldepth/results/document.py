@@ -116,7 +116,7 @@ def _rectangular(sample: Any) -> Any:
 MODEL = entries("Model", (str, "name class task dtype hash revision"), (Layer, "num_layers"), (Whole, "parameters"))
 DATA = entries(
     "Data",
-    (str, "name kind hash text_hash unit no_error"),
+    (str, "name path kind hash text_hash unit no_error"),
     (Whole, "sequences tokens documents train_sequences validation_sequences clusters"),
     (entries("Split", (str, "name unit"), (Whole, "documents clusters")), "heldout train"),
 )

@@ -128,7 +128,8 @@ def more_data(plan: Plan) -> Finding | None:
     """How many rounds of a search were sure of their pick, and the held-out rows that would make more of them sure.
 
     A round whose margin is m nats with a standard error e on n rows tells its best two candidates apart on
-    `n (2 e / m)^2` rows, if the margin is what it seems. The rows that do so in half of the unsure rounds are advised.
+    `n (2 e / m)^2` rows, if the margin is what it seems, and at least on `2 n`: the search's own test, which made the
+    round unsure, is stricter than 2 standard errors. The rows that do so in half of the unsure rounds are advised.
     None if all rounds were sure.
     """
     unsure, rounds = plan.cost.get("unsure_rounds"), plan.cost.get("rounds")
@@ -148,7 +149,7 @@ def more_data(plan: Plan) -> Finding | None:
         if error is None or margin <= 0:
             enough.append(math.inf)
         else:
-            enough.append(how["sequences"] * (SIGNIFICANT * error / margin) ** 2)
+            enough.append(how["sequences"] * max(2.0, (SIGNIFICANT * error / margin) ** 2))
     needed = median(enough)
     if math.isfinite(needed):
         digits = 10 ** max(0, math.floor(math.log10(max(needed, 1))) - 1)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from fulldepth.data import ORDER
 from fulldepth.distributed import current
-from fulldepth.errors import FulldepthError, is_disk_full, one_line
+from fulldepth.errors import FulldepthError, StoppedError, is_disk_full, one_line
 from fulldepth.files import Fingerprint, atomic, locked, read_json, reading, validated
 from fulldepth.hf import (
     UNFINISHED,
@@ -131,6 +131,8 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
 def holding(folder: Path, settings: TrainSettings, resume: bool) -> Iterator[tuple[Path | None, RunNotes, list[Path]]]:
     """Lock a run folder, write the settings, and remove or rename incomplete checkpoints, in the first process.
 
+    A run that is refused before its first row leaves none of its files, so that another command can take the folder.
+
     Args:
         folder: the run folder.
         settings: written into it.
@@ -165,7 +167,15 @@ def holding(folder: Path, settings: TrainSettings, resume: bool) -> Iterator[tup
         claimed = current().first(claim)
         if not all(current().gather((folder / SETTINGS).exists())):
             raise FulldepthError(f"Not all processes see {folder}; choose a folder on a disk that all machines share.")
-        yield claimed
+        try:
+            yield claimed
+        except StoppedError:
+            raise
+        except Exception:
+            if current().is_main and not (folder / DOCUMENT).exists() and _took_no_step(folder):
+                (folder / SETTINGS).unlink()
+                shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
+            raise
 
 
 def _took_no_step(folder: Path) -> bool:

@@ -66,7 +66,8 @@ function layoutFor(div, { data, layout }) {
   const toolbar = paper() ? 0 : 26; // it may cover no cell and no name of a line
   const height = toolbar + (isMap ? Math.max(240, Math.min(width, 500) * 0.88) : Math.min(base.height, paper() ? 260 : base.height) + legendHeight(base, data, width));
   const margin = { l: width < 480 ? 46 : 56, r: 12, t: (isMap ? 8 : 20) + toolbar, b: 44 };
-  return { ...base, template, height, width, margin, autosize: false, dragmode: FINE ? "zoom" : false };
+  const legend = { ...base.legend, ...(toolbar && { yref: "container", y: 1 - toolbar / height, yanchor: "top" }) };
+  return { ...base, template, height, width, margin, legend, autosize: false, dragmode: FINE ? "zoom" : false };
 }
 
 /** What a legend of several lines takes, so that it does not take it from the figure. */
