@@ -58,7 +58,7 @@ def timeless(plan):
 @pytest.fixture(autouse=True)
 def without_results(monkeypatch):
     """The results and the page beside a plan take longer than these searches; `test_run` has them."""
-    saved = SimpleNamespace(save=lambda folder: None)
+    saved = SimpleNamespace(save=lambda folder, watcher: None)
     monkeypatch.setattr(sys.modules["fulldepth.skip.search"], "outcome", lambda *_, **__: saved)
 
 
