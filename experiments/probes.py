@@ -159,7 +159,7 @@ def rescaled(subject: Subject) -> dict[str, Any]:
     chosen = subject.chosen["attention", "greedy"]
     plan = search(subject.model, subject.data["choosing"], search="given", given=chosen, fit=True, **options)
     gained = plan.losses[-1] - plan.healed_loss
-    gained_whole = plan.losses[0] - plan.control_loss["scalars_only"]
+    gained_whole = plan.losses[0] - plan.control_loss.scalars_only
     return {"scalars_regain": gained - gained_whole, "scalars_gain_whole": gained_whole}
 
 
