@@ -375,7 +375,7 @@ def main() -> None:
     probes = POOLS[pool].get("probes") or DESIGN["probes"]["language" if "choosing" in data else "labelled"]
     finished = trained_already
     if asked.timed:
-        probes = ["timed"]
+        probes = ["timed speculation", "timed exit"]
         path = asked.output / f"{pool}.timed.jsonl"
         finished = finished_runs(path, settings)
     jobs = [(arm, int(seed)) for seed in asked.seeds.split(",") for arm in arms]
