@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --
 OLDEST := PYTHONPATH=src OMP_NUM_THREADS=1 FULLDEPTH_OLDER_TRANSFORMERS=$(CURDIR)/.venv/older \
 	.venv/oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 OLDEST_TESTS := tests/architectures tests/cli tests/evaluation tests/execution tests/exit tests/hf tests/losses \
-	tests/skip tests/training tests/golden tests/api tests/test_versions.py \
+	tests/skip tests/training tests/golden tests/api tests/core/test_versions.py \
 	--ignore tests/training/test_tokens.py
 
 # Cases of the fuzzer, and its first seed: make fuzz CASES=500 START=20000

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fulldepth.distributed import Processes
+from fulldepth.core.distributed import Processes
 from fulldepth.execution import lens as lens_module
 from fulldepth.execution.batching import model_inputs
 from fulldepth.execution.subject import open_checkpoint

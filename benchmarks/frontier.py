@@ -33,18 +33,18 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fulldepth.distributed import processes
+from fulldepth.core.distributed import processes
+from fulldepth.core.progress import Watcher
+from fulldepth.core.uncertainty import median_ratio
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.latency import PHASES, OtherLoad, Runner, Trial, random_tokens, time_in_rounds
 from fulldepth.hf import Block, load_checkpoint, load_tokenizer
-from fulldepth.progress import Watcher
 from fulldepth.skip import Examples, Plan, SearchSettings, read_examples, refit, search, skipping
 from fulldepth.skip.bench import HeldoutLosses, heldout_losses
 from fulldepth.skip.goal import count_goal
 from fulldepth.skip.loss_cache import LossCache
 from fulldepth.skip.problem import prepared
 from fulldepth.skip.rankings import rank
-from fulldepth.uncertainty import median_ratio
 
 PARTS, CONTEXTS, NEW_TOKENS, WINDOW, BATCH = ("attention", "mlp"), (128, 512), 16, 256, 8
 SEEDS = range(5)

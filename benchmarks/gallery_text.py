@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fulldepth.core.thresholds import IDLE, degrees
 from fulldepth.reporting.story import Facts
 from fulldepth.results import Results
-from fulldepth.thresholds import IDLE, degrees
 
 DOCS = Path(__file__).parents[1] / "docs"
 STORED = DOCS / "gallery"

@@ -30,7 +30,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from fulldepth.distributed import processes
+from fulldepth.core.distributed import processes
 from fulldepth.hf import Scalars, Switches, anatomy_candidates, load_checkpoint, load_tokenizer
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip import Example, Examples, Plan, batches, fit_scales, read_examples, search

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from fulldepth.distributed import Processes
+from fulldepth.core.distributed import Processes
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement import MeasureSettings

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import costs
-from fulldepth.distributed import Processes
+from fulldepth.core.distributed import Processes
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement.lens_reader import LensReader

@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fulldepth.bars import watching
+from fulldepth.core.bars import watching
 from fulldepth.hf import sealed_checkpoints
 from fulldepth.settings import layers as recipes
 from fulldepth.training import TrainSettings, train

@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from fulldepth.bars import watching
+from fulldepth.core.bars import watching
 from fulldepth.hf import Switches, anatomy_candidates, load_checkpoint, load_tokenizer, sealed_checkpoints
 from fulldepth.settings import layers as recipes
 from fulldepth.skip import Examples, batches, read_examples, search

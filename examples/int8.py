@@ -15,10 +15,10 @@ from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import PreTrainedModel
 
+from fulldepth.core.progress import Watcher
 from fulldepth.data.examples import units
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import open_model
-from fulldepth.progress import Watcher
 from fulldepth.settings import layer
 from fulldepth.settings.search import PLACES, TARGETS
 from fulldepth.skip import Plan, Scalars, SearchSettings, search, skipping

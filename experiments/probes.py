@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import fulldepth
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.exit import Decoder, sweep
 from fulldepth.settings import layer
 from fulldepth.settings.train import TrainSettings

@@ -37,8 +37,8 @@ from typing import Any
 import torch
 
 import fulldepth
+from fulldepth.core.errors import StoppedError
 from fulldepth.data import builtin_texts, train_tokenizer
-from fulldepth.errors import StoppedError
 from fulldepth.hf import load_checkpoint, load_tokenizer
 from fulldepth.results import versions
 from fulldepth.settings import assignments, layer, merge, read

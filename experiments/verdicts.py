@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from fulldepth.core.uncertainty import holm, paired_test
 from fulldepth.settings import read
-from fulldepth.uncertainty import holm, paired_test
 from run import POOLS, arms_of, read_lines
 
 CLAIMS: dict[str, Any] = read(Path(__file__).with_name("claims.yaml"), "train")

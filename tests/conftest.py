@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-from fulldepth.processor import LIMIT, failing_bfloat16
+from fulldepth.core.processor import LIMIT, failing_bfloat16
 
 if LIMIT not in os.environ and "PYTEST_XDIST_WORKER" not in os.environ and (failing := failing_bfloat16()) is not None:
     os.environ[LIMIT] = failing[1] or "AVX2"  # read at the first product; inherited by all processes

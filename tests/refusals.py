@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 
-from fulldepth import files
 from fulldepth.cli.program import ending_cleanly
+from fulldepth.core import files
 from places import ROOT
 
 SOURCES = sorted((ROOT / "src").rglob("*.py"))

@@ -9,7 +9,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fulldepth.tested_versions import untested_warning
+from fulldepth.core.tested_versions import untested_warning
 
 __version__ = "0.1.0"
 
@@ -17,24 +17,24 @@ if (_message := untested_warning()) is not None:
     warnings.warn(_message, stacklevel=2)
 
 if TYPE_CHECKING:
-    from fulldepth.demonstration import demo as demo
-    from fulldepth.errors import FulldepthError as FulldepthError
+    from fulldepth.cli.demo import demo as demo
+    from fulldepth.core.errors import FulldepthError as FulldepthError
     from fulldepth.evaluation import evaluate as evaluate
-    from fulldepth.healing import heal as heal
     from fulldepth.measurement import lens as lens
     from fulldepth.measurement import measure as measure
     from fulldepth.results import Results as Results
     from fulldepth.results import compare as compare
     from fulldepth.results import report as report
+    from fulldepth.skip.heal import heal as heal
     from fulldepth.training import train as train
 
 _HOME = {
-    "FulldepthError": "errors",
+    "FulldepthError": "core.errors",
     "Results": "results",
     "compare": "results",
-    "demo": "demonstration",
+    "demo": "cli.demo",
     "evaluate": "evaluation",
-    "heal": "healing",
+    "heal": "skip.heal",
     "lens": "measurement",
     "measure": "measurement",
     "report": "results",
@@ -43,6 +43,7 @@ _HOME = {
 """Public name -> the subpackage that defines it."""
 _ROOMS = (
     "architectures",
+    "core",
     "data",
     "evaluation",
     "execution",

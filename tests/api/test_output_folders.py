@@ -6,13 +6,15 @@ import subprocess
 import sys
 
 import fulldepth
-from fulldepth.demonstration import demo
+from fulldepth.cli.demo import demo
 from fulldepth.exit import generate_texts, sweep
 from fulldepth.results import DOCUMENT, Results, tabulate
 from fulldepth.skip import bench, curve, search
 from refusals import refused
 
-HOLD = "import sys; from fulldepth.files import locked\nwith locked(sys.argv[1]): print('held', flush=True); input()"
+HOLD = (
+    "import sys; from fulldepth.core.files import locked\nwith locked(sys.argv[1]): print('held', flush=True); input()"
+)
 VERBS = {
     "measure": lambda output: fulldepth.measure("nowhere", ["text"], output=output),
     "compare": lambda output: fulldepth.compare(["nowhere", "nowhere"], output=output),

@@ -10,7 +10,7 @@ import pytest
 
 import fulldepth
 from cli.conftest import shell
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.measurement import MeasureSettings
 from fulldepth.metrics import METRICS
 from refusals import refused

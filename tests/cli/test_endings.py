@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from fulldepth import launch
 from fulldepth.cli import program
-from fulldepth.errors import FulldepthError, brief
-from fulldepth.files import atomic
+from fulldepth.core import launch
+from fulldepth.core.errors import FulldepthError, brief
+from fulldepth.core.files import atomic
 from fulldepth.settings import layer
 from fulldepth.settings.bench import BenchSettings
 from refusals import refused

@@ -15,8 +15,8 @@ from data.conftest import jsonl
 from fulldepth.data.examples import read_examples
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.results import PAGE, Results
-from fulldepth.skip.heal import split_rows
 from fulldepth.skip.healed import NAMES
+from fulldepth.skip.least_squares import split_rows
 from fulldepth.skip.plan import Plan
 from fulldepth.training import train
 from skip import plain, planned
@@ -28,9 +28,9 @@ def test_the_command_heals_trains_and_compares_with_its_control(tmp_path, main, 
     """The removed attention stays away in the trained checkpoint, whose own forward pass gives the stated loss."""
     monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)  # tested with exports
     runs = []
-    monkeypatch.setattr("fulldepth.healing.has_bfloat16", lambda: fast)
+    monkeypatch.setattr("fulldepth.skip.heal.has_bfloat16", lambda: fast)
     monkeypatch.setattr(
-        "fulldepth.healing.train", lambda run, *given, **named: runs.append(run) or train(run, *given, **named)
+        "fulldepth.skip.heal.train", lambda run, *given, **named: runs.append(run) or train(run, *given, **named)
     )
     model, texts_file = tiny_models.build("llama"), tmp_path / "text.jsonl"
     model.save_pretrained(tmp_path / "model")
@@ -47,7 +47,7 @@ def test_the_command_heals_trains_and_compares_with_its_control(tmp_path, main, 
     code, shown, said = main("skip", "heal", tmp_path / "plan.json", tmp_path / "model", *options)
     assert code == 0, said
     results = Results.load(out)
-    assert [run["precision"] for run in runs] == [precision] * 2
+    assert [run.precision for run in runs] == [precision] * 2
     assert results.meta["settings"]["precision"] == precision
     states = ["original", "removed", "refitted", "trained", "control"]
     losses = {state: results.values("loss", "mean", "model", model=state).item() for state in states}

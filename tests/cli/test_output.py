@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from cli.conftest import shell
-from fulldepth import bars, console
 from fulldepth.cli import options, program
+from fulldepth.core import bars, console
 from fulldepth.results import DOCUMENT, Finding, Results, tabulate
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.compare import CompareSettings
@@ -149,7 +149,7 @@ def test_ordinary_mistakes_are_found_before_torch_is_imported(main, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "notes.txt").touch()
-    monkeypatch.setattr("fulldepth.console.loading", lambda: pytest.fail("torch is imported"))
+    monkeypatch.setattr("fulldepth.core.console.loading", lambda: pytest.fail("torch is imported"))
     for words, command in MISTAKES.items():
         code, _, error = main(*command)
         assert code == 2

@@ -6,8 +6,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.conftest import jsonl, talk
+from fulldepth.core.progress import Watcher
 from fulldepth.data import conversations, train_tokenizer
-from fulldepth.progress import Watcher
 from refusals import refused
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>\n{{ m['content'] }}<|endoftext|>{% endfor %}" + (

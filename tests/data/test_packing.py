@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data.conftest import jsonl
+from fulldepth.core.progress import Watcher
 from fulldepth.data import Documents, pack, packing, train_tokenizer
 from fulldepth.data.packing import Encoder
-from fulldepth.progress import Watcher
 from refusals import refused
 
 EOS = 1

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data.test_prepare_text import prepared, words
+from fulldepth.core.uncertainty import identity
 from fulldepth.data import builtin_texts, open_source, train_tokenizer
 from fulldepth.data.drawing import draw_windows, first_windows
 from fulldepth.data.sources import identities
 from fulldepth.data.tokens import Frame, WordFinder, leading_ids, plain_ids
-from fulldepth.uncertainty import identity
 
 
 def test_windows_are_uniform_over_all_text(number_tokenizer):

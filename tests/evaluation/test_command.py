@@ -13,13 +13,13 @@ import tiny_models
 from evaluation import small_world
 from evaluation.test_layers import ours, stock
 from fulldepth.cli import app
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
 from fulldepth.evaluation import SUITES, evaluate
 from fulldepth.evaluation.harness import LayeredAnswers
 from fulldepth.evaluation.loading import units_of
 from fulldepth.hf import Scalars, anatomy_candidates
 from fulldepth.hf.surgery import skipping
-from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.skip import export
 from refusals import refused

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fulldepth.core.uncertainty import quantile
 from fulldepth.evaluation.outcome import curves, findings, task_entries
 from fulldepth.evaluation.scoring import Score, Scored, _guesses
-from fulldepth.uncertainty import quantile
 
 
 def scored(layers, guess=0.25, unpaired=False):

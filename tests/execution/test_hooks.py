@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 import tiny_models
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.execution import SITES, Activations, body_inputs, capture
 from fulldepth.hf import anatomy_candidates
 from refusals import refused

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_models as tm
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.execution import scoring
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.layer_runner import LayerRunner

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exit import plain
+from fulldepth.core.uncertainty import median_ratio, quantile
 from fulldepth.execution.decoding import certainty
 from fulldepth.exit.readings import Exit, Readings, calibrated, candidates, no_advice, splits
 from fulldepth.exit.served import SpeedUp
 from fulldepth.exit.sweep import ExitRow, drop_sentence
 from fulldepth.metrics.jackknife import Mean
-from fulldepth.uncertainty import median_ratio, quantile
 from metrics.oracle import of_ratio
 from refusals import refused
 from tiny_models import seeded

@@ -14,7 +14,7 @@ import transformers as tf
 from torch.testing import assert_close
 
 from families import verdicts, zoo
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import truncated, without_layers
 from refusals import refused

@@ -15,7 +15,7 @@ import transformers as tf
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from families import zoo  # the tests' folder is on the path under pytest, not when this file runs as a program
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.execution import body_inputs, capture, find_anatomy, verify
 from fulldepth.hf import anatomy_candidates, truncated
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import gguf_files
 import tiny_models
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.hf import load_checkpoint, load_tokenizer
 from marks import thorough
 from refusals import refuses

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import tiny_models
 from data.conftest import jsonl
+from fulldepth.core.errors import FulldepthError
 from fulldepth.data import builtin_texts, train_tokenizer
-from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import evaluate
 from fulldepth.measurement.run import measure_into
 from fulldepth.results import Results

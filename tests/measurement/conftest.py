@@ -14,8 +14,8 @@ from tokenizers.processors import TemplateProcessing
 import tiny_models
 from cli.conftest import main  # noqa: F401
 from data.conftest import jsonl
+from fulldepth.core.progress import Watcher
 from fulldepth.measurement import measure_into
-from fulldepth.progress import Watcher
 from golden import tables
 
 SPECIAL = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.measurement import MeasureSettings
 from json_files import write_json
 

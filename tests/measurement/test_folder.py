@@ -9,9 +9,9 @@ import pytest
 from pandas.testing import assert_frame_equal
 from torch import distributed
 
-from fulldepth import files
-from fulldepth.distributed import Processes
-from fulldepth.errors import FulldepthError
+from fulldepth.core import files
+from fulldepth.core.distributed import Processes
+from fulldepth.core.errors import FulldepthError
 from fulldepth.measurement import MeasureSettings
 from fulldepth.results import DOCUMENT, Results, TableMismatchError
 from refusals import refused

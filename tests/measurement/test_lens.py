@@ -11,8 +11,8 @@ import torch
 import transformers as tf
 from numpy.testing import assert_allclose
 
+from fulldepth.core.progress import Watcher
 from fulldepth.measurement import lens, measure
-from fulldepth.progress import Watcher
 from fulldepth.results import PAGE, Results
 from measurement import oracle
 from refusals import refused

@@ -12,10 +12,10 @@ import transformers as tf
 from pandas.testing import assert_frame_equal
 
 import fulldepth
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
 from fulldepth.measurement import passes
 from fulldepth.metrics import Cka
-from fulldepth.progress import Watcher
 from tiny_models import same_weights
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from pandas.testing import assert_frame_equal
 
 from fulldepth import measure
-from fulldepth.console import finish
+from fulldepth.core.console import finish
 from fulldepth.settings.measure import MeasureSettings
 from refusals import refused
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fulldepth.core.uncertainty import GROUPS, quantile
 from fulldepth.metrics import (
     Coherence,
     Displacement,
@@ -33,7 +34,6 @@ from fulldepth.metrics import (
     Setup,
 )
 from fulldepth.metrics.jackknife import Mean
-from fulldepth.uncertainty import GROUPS, quantile
 from metrics.oracle import psi, ratio, renyi
 
 ORDERS = ("sorted", "alternating", "shuffled", "windows")

@@ -14,7 +14,7 @@ from scipy.stats import entropy as shannon
 from sklearn.metrics import accuracy_score, log_loss
 from sklearn.metrics.pairwise import paired_cosine_distances, rbf_kernel
 
-from fulldepth.uncertainty import deal
+from fulldepth.core.uncertainty import deal
 
 
 def cosines(x, y, center=False):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fulldepth import uncertainty
+from fulldepth.core import uncertainty
 from fulldepth.metrics import Cka, Observation, Setup, cka, cka_matrix, linear_cka
 from fulldepth.metrics.hsic import hsic_of
 from fulldepth.metrics.reservoir import priority

@@ -6,6 +6,7 @@ import scipy.stats
 import torch
 from torch.testing import assert_close
 
+from fulldepth.core.uncertainty import error_of
 from fulldepth.metrics import (
     METRICS,
     Coherence,
@@ -18,7 +19,6 @@ from fulldepth.metrics import (
     coherence,
 )
 from fulldepth.metrics.jackknife import influence_of_channel_mean, leave_one_out
-from fulldepth.uncertainty import error_of
 from metrics.oracle import jackknife, of_ratio, psi
 
 RAGGED = (9, 4, 7, 9, 2, 6, 9, 3, 8, 5, 9, 2, 6, 7, 3, 9, 9, 4, 8, 6)

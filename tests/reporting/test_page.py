@@ -55,7 +55,9 @@ def test_one_light_file_without_an_address_to_fetch_from(layers):
 def test_the_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     folder = synthetic.minimal().save(tmp_path / "out")
     before = report(folder).read_text()
-    monkeypatch.setattr("fulldepth.files.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        "fulldepth.core.files.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
     with refused("No space left"):
         report(folder)
     assert (folder / "report.html").read_text() == before

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from fulldepth.core.thresholds import degrees
 from fulldepth.reporting.story import Facts, profile, spans, story
 from fulldepth.results import tabulate
-from fulldepth.thresholds import degrees
 from reporting.synthetic import row
 
 BARE = Facts(tabulate([("cka", "residual", 1, 1, "biased", 1.0, 3, "1")]), 1)

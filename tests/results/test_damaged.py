@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.reporting import render
 from fulldepth.results import DOCUMENT, TABLE, Results, compare
 from fulldepth.results.pages import together

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 from numpy.testing import assert_allclose
 
+from fulldepth.core.uncertainty import deal, quantile, ratio_error, ratio_influence
 from fulldepth.results import Results, gathered, groups_entry, tabulate
 from fulldepth.results.differences import difference_errors, is_paired, step_interval
-from fulldepth.uncertainty import deal, quantile, ratio_error, ratio_influence
 from marks import thorough
 from metrics.oracle import of_ratio
 from reporting.synthetic import row, versus

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fulldepth
+from fulldepth.core.progress import Watcher
 from fulldepth.exit import export_layers, generate_texts, sweep
-from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.skip import bench, curve, search

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from fulldepth.distributed import Processes
+from fulldepth.core.distributed import Processes
 from fulldepth.execution.flops import Costs
 from fulldepth.execution.scoring import ScoredBatch
 from fulldepth.hf import Block

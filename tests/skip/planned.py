@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fulldepth.distributed import Processes
+from fulldepth.core.distributed import Processes
 from fulldepth.execution import find_anatomy
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.settings.search import SearchSettings

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from fulldepth.core.progress import Watcher
 from fulldepth.data.examples import read_examples
-from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.skip.curve import FEWEST, LEVEL, curve, find_breakpoint
 from fulldepth.skip.plan import Plan

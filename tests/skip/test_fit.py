@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 import tiny_models as tm
+from fulldepth.core.progress import Watcher
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.memory import AllocationTracker
 from fulldepth.execution.scoring import Scorer
@@ -17,7 +18,6 @@ from fulldepth.execution.verify import prove
 from fulldepth.hf import Block, frozen
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
-from fulldepth.progress import Watcher
 from fulldepth.skip.fit import fit_scales, make_batches
 from refusals import refused
 from skip import plain, planned

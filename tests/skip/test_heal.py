@@ -17,10 +17,10 @@ from fulldepth.architectures import SKIPPED
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.execution import find_anatomy
-from fulldepth.healing import heal as heal_into
 from fulldepth.results import Results
-from fulldepth.skip import heal
+from fulldepth.skip import least_squares as module
 from fulldepth.skip.exports.export import read_notes
+from fulldepth.skip.heal import heal as heal_into
 from fulldepth.skip.plan import rows_of
 from json_files import read_json
 from refusals import refused
@@ -62,7 +62,7 @@ def data(train=60, heldout=12):
 
 def refit(model, blocks, granularity="layer"):
     """A healing of the texts without training."""
-    return heal.refit(planned.plan(model, blocks, granularity, None), model, data(), progress=False)
+    return module.refit(planned.plan(model, blocks, granularity, None), model, data(), progress=False)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def always(monkeypatch):
     """The change of one strength is taken, whatever it leaves."""
 
     def take(strength=STRENGTH):
-        monkeypatch.setattr(heal, "best_change", lambda own, others: (strength, 0.5, own.change(strength)))
+        monkeypatch.setattr(module, "best_change", lambda own, others: (strength, 0.5, own.change(strength)))
 
     return take
 
@@ -138,7 +138,7 @@ def test_a_healed_model_has_the_weights_of_least_squares(family, granularity, bl
     before = copy.deepcopy(model.state_dict())
     always()
     healing = refit(model, blocks, granularity)
-    fitted = heal.split_rows(planned.plan(model, blocks, granularity, None), data(), False, 0)[0]
+    fitted = module.split_rows(planned.plan(model, blocks, granularity, None), data(), False, 0)[0]
     roles = ("attention", "mlp") if granularity == "layer" else (granularity,)
     gone = {(layer, role) for layer in blocks for role in roles}
     stock, healed = Streams(model), Streams(copy.deepcopy(model), gone)
@@ -186,23 +186,23 @@ def test_the_strength_leaves_the_smallest_sum_on_rows_that_were_not_fitted():
     generator = seeded(0)
     inputs, stream, noise = (torch.randn(2, 60, size, generator=generator).double() for size in (20, 6, 6))
     wanted = stream + inputs @ torch.randn(20, 6, generator=generator).double() / 4 + noise
-    parts = heal.RidgeSums(), heal.RidgeSums()
+    parts = module.RidgeSums(), module.RidgeSums()
     for own, rows in zip(parts, zip(inputs, stream, wanted, strict=True), strict=True):
         own.add(*rows)
-    strength, left, change = heal.best_change(*parts)
+    strength, left, change = module.best_change(*parts)
     weight = 1 / stream[1].norm(dim=-1, keepdim=True)
 
     def sum_left(change):
         return float((weight * (stream[1] + inputs[1] @ change - wanted[1])).square().sum())
 
-    tried = {own: sum_left(parts[0].change(own)) / sum_left(torch.zeros(20, 6).double()) for own in heal.STRENGTHS}
+    tried = {own: sum_left(parts[0].change(own)) / sum_left(torch.zeros(20, 6).double()) for own in module.STRENGTHS}
     assert strength == min(tried, key=tried.get)
-    assert max(heal.STRENGTHS) > strength > min(heal.STRENGTHS)
+    assert max(module.STRENGTHS) > strength > min(module.STRENGTHS)
     assert left == pytest.approx(tried[strength])
     assert torch.equal(change, parts[0].change(strength))
-    unrelated = heal.RidgeSums()
+    unrelated = module.RidgeSums()
     unrelated.add(inputs[1], stream[1], stream[1] - inputs[1] @ change)
-    assert heal.best_change(parts[0], unrelated) == (None, 1.0, None)
+    assert module.best_change(parts[0], unrelated) == (None, 1.0, None)
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
@@ -219,9 +219,9 @@ def test_inputs_and_streams_of_zeros_change_nothing_and_end_nothing(family, alwa
     same = [torch.equal(own, model.get_parameter(path)) for path, own in healed.named_parameters() if ".0." in path]
     assert len(same) > 5
     assert all(same)
-    assert not heal.ends(find_anatomy(model), frozenset())
+    assert not module.ends(find_anatomy(model), frozenset())
     inputs, stream, wanted = torch.ones(2, 3), torch.tensor([[0.0, 0.0], [3.0, 4.0]]), torch.ones(2, 2)
-    both, one = heal.RidgeSums(), heal.RidgeSums()
+    both, one = module.RidgeSums(), module.RidgeSums()
     both.add(inputs, stream, wanted)
     one.add(inputs[1:], stream[1:], wanted[1:])
     assert torch.equal(both.gram, one.gram)
@@ -232,14 +232,14 @@ def test_inputs_and_streams_of_zeros_change_nothing_and_end_nothing(family, alwa
 def test_losses_are_of_rows_that_neither_choice_nor_refit_saw():
     model = plain.trained(5, steps=200)
     plan, examples = planned.plan(model, [2, 3], "layer"), plain.examples(train=60)
-    healing = heal.refit(plan, model, examples, progress=False)
+    healing = module.refit(plan, model, examples, progress=False)
     unseen = healing.examples.heldout
     models = {"original": model, "removed": planned.scaled(model, plan), "refitted": healing.model}
     losses = {label: plain.loss(own, unseen, (), "layer") for label, own in models.items()}
     for label, loss in losses.items():
         assert healing.readings["loss"].mean(label) == pytest.approx(loss, abs=1e-4)
     assert losses["refitted"] < losses["removed"] - 0.1 * (losses["removed"] - losses["original"])
-    parts = heal.split_rows(plan, examples, False, 0)
+    parts = module.split_rows(plan, examples, False, 0)
     numbers = [{id(example) for example in part} for part in parts]
     assert len(set.union(*numbers)) == sum(map(len, numbers)) == len(examples.train) + len(examples.heldout)
 
@@ -254,7 +254,7 @@ def test_a_branch_behind_a_norm_stays_as_it_is():
 
 def test_a_model_that_no_format_holds_is_refused_before_the_refit(monkeypatch):
     kind = SKIPPED["llama"]
-    monkeypatch.setattr(heal, "_heal", lambda *_: pytest.fail("refitted"))
+    monkeypatch.setattr(module, "_heal", lambda *_: pytest.fail("refitted"))
     with refused("SkippedLlamaForCausalLM is no class of transformers"):
         refit(kind(kind.config_class(**tiny_models.DECODER, skipped_attention=[2])).eval(), [1], "attention")
 
@@ -279,7 +279,7 @@ def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, 
         results.values("loss", "mean", "model", model="refitted").item()
     ]
     seen = read_notes(tmp_path / "healed")["plan"]["data"]["healed_rows"]
-    assert seen == rows_of([*data().heldout, *heal.split_rows(plan, data(), False, 0)[0]])
+    assert seen == rows_of([*data().heldout, *module.split_rows(plan, data(), False, 0)[0]])
     page = (tmp_path / "healed" / "report.html").read_text()
     assert "What healing brings" in page
     assert "mlp of layer 1" in page

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
 from fulldepth.execution.scoring import Scorer
-from fulldepth.progress import Watcher
 from fulldepth.skip import loss_cache
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.search import search

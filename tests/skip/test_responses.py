@@ -9,9 +9,9 @@ import torch
 from scipy import stats
 from transformers import GenerationConfig
 
+from fulldepth.core.progress import Watcher
 from fulldepth.data.conversations import conversations
 from fulldepth.data.examples import read_examples
-from fulldepth.progress import Watcher
 from fulldepth.skip.responses import GumbelNoise, generate_responses, read_prompts
 from refusals import refused
 from skip.word_tokenizer import ASSISTANT, BOS, CHAT, EOS, LINE, USER, VOCABULARY, ids, tokenizer, words

@@ -8,10 +8,10 @@ import pytest
 from pandas.testing import assert_frame_equal
 
 from data.conftest import jsonl
+from fulldepth.core.progress import Watcher
 from fulldepth.data.examples import read_examples
 from fulldepth.execution import verify
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.plan import Plan

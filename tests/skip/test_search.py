@@ -14,9 +14,9 @@ import tiny_models
 import tiny_models as tm
 from families import zoo
 from fulldepth.architectures import SKIPPED
+from fulldepth.core.progress import Watcher
 from fulldepth.data.examples import Examples
 from fulldepth.execution import find_anatomy
-from fulldepth.progress import Watcher
 from fulldepth.skip.exports.export import export
 from fulldepth.skip.exports.fold import scaled_logits
 from fulldepth.skip.exports.formats import export_obstacle

@@ -12,9 +12,9 @@ import pytest
 import torch
 from pandas.testing import assert_frame_equal
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
 from fulldepth.hf import is_sealed, notes_of, seal
-from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.training.folder import dump, open_run
 from hostile import damaged_bytes, damaged_json

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.settings import assignments
 from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings

@@ -15,8 +15,8 @@ from datasets import Dataset
 from pandas.testing import assert_frame_equal
 from safetensors.torch import load_file
 
+from fulldepth.core.progress import Watcher
 from fulldepth.hf import find_checkpoints, is_sealed
-from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.training import train
 from fulldepth.training.callback import RunCallback

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.conftest import talk
+from fulldepth.core.targets import IGNORE
 from fulldepth.data import builtin_texts, train_tokenizer, train_wordpiece
-from fulldepth.targets import IGNORE
 from fulldepth.training import train
 from fulldepth.training.text import TEMPLATE, chat_examples
 from refusals import refused

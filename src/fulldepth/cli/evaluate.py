@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from fulldepth import console
 from fulldepth.cli.options import Model, Output, Overwrite, command
 from fulldepth.cli.program import app
+from fulldepth.core import console
 from fulldepth.settings.evaluate import EvaluateSettings
 
 

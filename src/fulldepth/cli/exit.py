@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from fulldepth import console
 from fulldepth.cli.options import Model, NewFolder, OptionalOutput, Output, Overwrite, command
 from fulldepth.cli.program import app
+from fulldepth.core import console
 from fulldepth.settings.exit import ExitSettings, LayersSettings
 from fulldepth.settings.generate import GenerateSettings
 

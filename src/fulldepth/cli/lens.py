@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fulldepth import console
 from fulldepth.cli.options import Model, OptionalOutput, Overwrite, command
 from fulldepth.cli.program import app
+from fulldepth.core import console
 from fulldepth.settings.measure import LensSettings
 
 if TYPE_CHECKING:

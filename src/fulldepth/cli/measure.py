@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from fulldepth import bars, console
 from fulldepth.cli.options import Output, command
 from fulldepth.cli.program import app
+from fulldepth.core import bars, console
 from fulldepth.settings.measure import MeasureSettings
 
 

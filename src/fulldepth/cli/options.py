@@ -19,10 +19,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import typer
 from pydantic.fields import FieldInfo
 
-from fulldepth import console
 from fulldepth.cli.program import DEBUG, RUNNING, Debug
-from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import check_outside
+from fulldepth.core import console
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import check_outside
 from fulldepth.settings import Settings, assignments, layer, merge, names, read
 from fulldepth.settings.layers import kinds, members
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fulldepth import console
 from fulldepth.cli.options import OptionalOutput, Output, Overwrite, command
 from fulldepth.cli.program import app
+from fulldepth.core import console
 from fulldepth.settings.compare import CompareSettings
 
 
@@ -99,7 +99,7 @@ def demo_command(
     About ten minutes on two cores. An interrupted demo resumes.
     """
     console.loading()
-    from fulldepth.demonstration import demo
+    from fulldepth.cli.demo import demo
 
     parts = demo(output, model=model, speedup=speedup, blocks=blocks, progress=True)
     console.finish_parts(parts)

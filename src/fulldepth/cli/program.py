@@ -19,8 +19,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from fulldepth import console, launch
-from fulldepth.errors import FulldepthError, StoppedError, brief, is_out_of_memory, one_line
+from fulldepth.core import console, launch
+from fulldepth.core.errors import FulldepthError, StoppedError, brief, is_out_of_memory, one_line
 
 
 class Program(typer.core.TyperGroup):

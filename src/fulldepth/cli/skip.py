@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from fulldepth import console, launch
 from fulldepth.cli.options import Model, NewFolder, Output, Overwrite, command
 from fulldepth.cli.program import app
+from fulldepth.core import console, launch
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.heal import HealSettings
 from fulldepth.settings.search import CurveSettings, ExportSettings, SearchSettings
@@ -146,8 +146,8 @@ def heal_command(
     Example: `fulldepth skip heal out/plan.json MODEL --data text.jsonl --output healed/`
     """
     console.loading()
-    from fulldepth.healing import heal
     from fulldepth.results import PAGE
+    from fulldepth.skip.heal import heal
 
     results = heal(plan, model, data, output, settings=settings, heldout=heldout, progress=True)
     console.finish(results, output / PAGE)

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from fulldepth import console
 from fulldepth.cli.options import NewFolder, OptionalOutput, command, starting
 from fulldepth.cli.program import app
-from fulldepth.errors import FulldepthError
+from fulldepth.core import console
+from fulldepth.core.errors import FulldepthError
 from fulldepth.settings import names, read
 from fulldepth.settings.train import TrainSettings
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.files import reading
+from fulldepth.core.targets import IGNORE
 from fulldepth.data.sources import DataRecord
-from fulldepth.errors import FulldepthError
-from fulldepth.files import reading
-from fulldepth.targets import IGNORE
 
 T = TypeVar("T")
 Batching = Literal["padded", "equal", "single"]
@@ -179,8 +179,8 @@ class Sequences:
     no_targets: str | None = None
     """Reason why no position has a target although the task's head predicts tokens; None otherwise."""
     clusters: list[int] = field(default_factory=list, repr=False)
-    """Identity of each sequence's unit of independence (`fulldepth.uncertainty`): its document, row or image; empty =
-    each sequence is its own."""
+    """Identity of each sequence's unit of independence (`fulldepth.core.uncertainty`): its document, row or image;
+    empty = each sequence is its own."""
     unit: str = "sequence"
     """What a cluster is, for sentences on errors: `document`, `row`, `image`, `block of 4,096 tokens`, ..."""
     no_error: str | None = None

@@ -13,9 +13,9 @@ import pydantic
 from PIL import Image
 from pydantic import Field
 
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import read_json
 from fulldepth.data.images import StoredImage, stored_image
-from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import read_json
 
 MOST_BYTES = 1 << 30
 """Largest json file; COCO's own training file has 0.45 GB."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fulldepth.errors import FulldepthError, names_of, unknown
+from fulldepth.core.errors import FulldepthError, names_of, unknown
 
 Rows = Iterable[tuple[str, Mapping[str, Any]]]
 """Pairs of location (`a.jsonl line 3`, for messages) and row."""

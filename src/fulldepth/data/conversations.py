@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 import datasets
 from jinja2 import TemplateError
 
+from fulldepth.core.errors import FulldepthError, names_of, one_line, unknown
+from fulldepth.core.files import reading
+from fulldepth.core.progress import Watcher
 from fulldepth.data.columns import PROMPT_COLUMNS, Rows, require_columns, text_value
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
 from fulldepth.data.tokens import Frame, plain_ids
-from fulldepth.errors import FulldepthError, names_of, one_line, unknown
-from fulldepth.files import reading
-from fulldepth.progress import Watcher
 
 CHAT_COLUMNS = ("messages", "conversations")
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | {

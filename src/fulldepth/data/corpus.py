@@ -15,8 +15,8 @@ from sklearn.datasets import load_digits
 from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer, Tokenizer
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
+from fulldepth.core.errors import unknown
 from fulldepth.data.images import StoredImage
-from fulldepth.errors import unknown
 
 CORPUS, DIGITS = "corpus:builtin", "digits:builtin"
 PARTS, DIGIT_PARTS = ("train", "heldout"), ("train", "test")

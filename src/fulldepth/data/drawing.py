@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fulldepth.uncertainty import distinct, identity, ranks, sample
+from fulldepth.core.uncertainty import distinct, identity, ranks, sample
 
 CHARACTERS = 8
 """Characters of a piece for each token of a window; text has 3 to 6 characters a token."""

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fulldepth.core.errors import FulldepthError, names_of
+from fulldepth.core.files import Fingerprint
+from fulldepth.core.uncertainty import identity, plural
 from fulldepth.data.batches import Example, id_bytes
 from fulldepth.data.columns import LABEL_COLUMNS, PROMPT_COLUMNS, TEXT_COLUMNS
 from fulldepth.data.conversations import CHAT_COLUMNS, CUT_OFF, END, encode_pair, read_conversations
@@ -17,9 +20,6 @@ from fulldepth.data.drawing import draw_windows
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import PIECES, is_cut, open_data, sampled_texts
 from fulldepth.data.tokens import Frame, check_positions, check_vocabulary
-from fulldepth.errors import FulldepthError, names_of
-from fulldepth.files import Fingerprint
-from fulldepth.uncertainty import identity, plural
 
 HELDOUT_SHARE = 5
 """One in so many documents or pairs is held out if there is no held-out file."""

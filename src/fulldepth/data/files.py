@@ -22,9 +22,9 @@ import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
+from fulldepth.core.errors import FulldepthError, names_of, one_line
+from fulldepth.core.files import reading, reading_each
 from fulldepth.data.columns import Choice
-from fulldepth.errors import FulldepthError, names_of, one_line
-from fulldepth.files import reading, reading_each
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 """Pairs of location (`a.jsonl line 3`, for messages) and row."""

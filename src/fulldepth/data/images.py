@@ -15,10 +15,10 @@ from typing import Any
 
 from PIL import Image
 
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import read_bytes, reading
 from fulldepth.data.columns import kind_of
 from fulldepth.data.files import folder_files
-from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import read_bytes, reading
 
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF")
 """Supported formats. For some others Pillow would run external programs."""

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.uncertainty import sample
 from fulldepth.data.batches import collate_images, collate_texts
 from fulldepth.data.columns import LABEL_COLUMNS
 from fulldepth.data.order import ShuffledSampler
 from fulldepth.data.sources import SKIP, DataRecord, Source, identities
-from fulldepth.errors import FulldepthError, one_line
-from fulldepth.uncertainty import sample
 
 MOST_READ = 200_000
 """Images up to which all are decoded before training; of more, damaged ones are found when they are read."""

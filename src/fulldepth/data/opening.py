@@ -20,13 +20,13 @@ import datasets
 import numpy as np
 from huggingface_hub import HfApi
 
+from fulldepth.core.errors import FulldepthError, one_line, unknown
+from fulldepth.core.files import reading, reading_each
 from fulldepth.data.coco import coco_rows
 from fulldepth.data.columns import IMAGE_COLUMNS, Choice, column_texts, text_column
 from fulldepth.data.corpus import BUILTIN, CORPUS, END_OF_TEXT
 from fulldepth.data.files import SUFFIXES, count_rows, folder_files, parquet_classes, read_rows, text_lines
 from fulldepth.data.images import SPLITS, StoredImage, folder_images, image_value
-from fulldepth.errors import FulldepthError, one_line, unknown
-from fulldepth.files import reading, reading_each
 
 TABLES = datasets.Dataset | datasets.IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")

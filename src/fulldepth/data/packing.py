@@ -26,13 +26,13 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import atomic_folder, reading
+from fulldepth.core.progress import Watcher
+from fulldepth.core.targets import IGNORE
+from fulldepth.core.uncertainty import counted, ranks
 from fulldepth.data.opening import Documents, open_documents
 from fulldepth.data.tokens import Frame, check_vocabulary, encode_texts
-from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import atomic_folder, reading
-from fulldepth.progress import Watcher
-from fulldepth.targets import IGNORE
-from fulldepth.uncertainty import counted, ranks
 
 SUFFIX, INDEX = ".ds", ".ds.index"
 BATCH_DOCUMENTS = 1000

@@ -12,6 +12,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from fulldepth.core.errors import FulldepthError, unknown
+from fulldepth.core.files import Fingerprint
+from fulldepth.core.targets import IGNORE, next_targets
 from fulldepth.data.batches import (
     Example,
     Sequences,
@@ -32,9 +35,6 @@ from fulldepth.data.tokens import (
     leading_ids,
     plain_ids,
 )
-from fulldepth.errors import FulldepthError, unknown
-from fulldepth.files import Fingerprint
-from fulldepth.targets import IGNORE, next_targets
 
 SEQ2SEQ = "seq2seq-lm"
 TASKS: dict[str, tuple[str, ...]] = {

@@ -14,9 +14,9 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.files import atomic_folder, write_text
 from fulldepth.data.corpus import builtin_texts
-from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic_folder, write_text
 
 TEXT_BYTES = 40_000
 """Size of `text.txt`."""

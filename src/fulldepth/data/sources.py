@@ -9,6 +9,10 @@ from typing import Any
 
 from PIL import ImageOps
 
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import Fingerprint
+from fulldepth.core.targets import IGNORE
+from fulldepth.core.uncertainty import distinct, identity, sample
 from fulldepth.data.coco import Objects
 from fulldepth.data.columns import (
     EXPECTED,
@@ -21,10 +25,6 @@ from fulldepth.data.columns import (
 )
 from fulldepth.data.images import StoredImage, image_value
 from fulldepth.data.opening import Opened, Order, open_data
-from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import Fingerprint
-from fulldepth.targets import IGNORE
-from fulldepth.uncertainty import distinct, identity, sample
 
 MOST_CLASSES = 10**6
 DIGITS = re.compile(r"-?\d+")
@@ -51,7 +51,7 @@ class DataRecord:
     where: str = ""
     """Location in the data, for messages."""
     identity: int | None = None
-    """See `fulldepth.uncertainty.identity`; None = that of its content, see `identities`."""
+    """See `fulldepth.core.uncertainty.identity`; None = that of its content, see `identities`."""
     digest: bytes = b""
     """SHA-256 of its content without the label; empty before `number_labels`."""
 

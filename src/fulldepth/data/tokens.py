@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import reading
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import reading
 
 MARGIN = 16
 """Tokens discarded before a cut through a text, where they may differ from those of the whole text."""

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import read_json
 from fulldepth.evaluation.subject import hash_tokenizer
-from fulldepth.files import read_json
 from fulldepth.hf import anatomy_candidates, checkpoint_of, device_of, find_gguf, open_model, open_tokenizer, packaged
 from fulldepth.hf.file_checks import locate
 from fulldepth.hf.heads import pool

@@ -25,14 +25,14 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import write_text
+from fulldepth.core.progress import Watcher
 from fulldepth.data.tokens import Frame
-from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.hooks import capture
-from fulldepth.files import write_text
 from fulldepth.hf import Anatomy, Classifier
 from fulldepth.hf.truncation import truncated
 from fulldepth.hf.tying import keeping_ties
-from fulldepth.progress import Watcher
 
 SEED, PYTHON_SEED = 1234, 0
 """lm-eval's default seeds: of few-shot examples, NumPy and torch; of Python's `random`."""

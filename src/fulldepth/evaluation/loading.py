@@ -10,10 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fulldepth.errors import FulldepthError, needing, one_line, unknown
+from fulldepth.core.errors import FulldepthError, needing, one_line, unknown
+from fulldepth.core.files import Fingerprint
 from fulldepth.evaluation.harness import quiet, seeded
 from fulldepth.evaluation.local_tasks import LOCAL_TASKS, local_task
-from fulldepth.files import Fingerprint
 from fulldepth.settings.evaluate import EvaluateSettings
 
 CODE = (".yaml", ".yml", ".py", ".jinja", ".txt")

@@ -10,8 +10,8 @@ from typing import Any
 import datasets
 import yaml
 
+from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.data import files
-from fulldepth.errors import FulldepthError, one_line
 
 FOLDER = Path(__file__).parent / "tasks"
 LOCAL_TASKS = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fulldepth.core.uncertainty import GROUPS, advisable
 from fulldepth.evaluation.scoring import Score, Scored
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.results import Finding
-from fulldepth.uncertainty import GROUPS, advisable
 
 TOLERANCE = 0.01
 """Loss up to which a layer keeps the whole model's score: of a share; of other scores, relative to that score."""

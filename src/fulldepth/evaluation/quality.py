@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
+from fulldepth.core.uncertainty import identity
 from fulldepth.data.drawing import block_clusters, draw_windows
 from fulldepth.data.opening import PIECES, open_data, sampled_texts
-from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.embedding import Embedder
 from fulldepth.evaluation.harness import Answers, LayerReader
 from fulldepth.evaluation.subject import EvaluationSubject
 from fulldepth.hf.truncation import truncated
 from fulldepth.metrics.jackknife import Mean
-from fulldepth.progress import Watcher
 from fulldepth.results import Finding
 from fulldepth.settings.evaluate import QUALITY, EvaluateSettings, parse_layers
-from fulldepth.uncertainty import identity
 
 MEASURE, DATA, FULL = "generation_quality", "data", "full model"
 Row = tuple[Any, ...]

@@ -10,14 +10,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.files import Fingerprint
+from fulldepth.core.progress import Watcher
 from fulldepth.evaluation.loading import Loaded, load_tasks
 from fulldepth.evaluation.outcome import findings, task_entries
 from fulldepth.evaluation.quality import Quality, quality_findings
 from fulldepth.evaluation.scoring import ANSWERS, rows_of, score_tasks
 from fulldepth.evaluation.subject import EvaluationSubject, opened
-from fulldepth.files import Fingerprint
-from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, claimed, finite, provenance, tabulate
 from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
 from fulldepth.settings.keywords import takes_settings

@@ -15,14 +15,14 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.progress import Watcher
+from fulldepth.core.uncertainty import advisable, identity, ratio_error
 from fulldepth.data.conversations import reasoning_mark
-from fulldepth.errors import FulldepthError, one_line
 from fulldepth.evaluation.harness import SEED, Answers, LayerReader, layered_model, quiet, seeded
 from fulldepth.evaluation.loading import Loaded
 from fulldepth.evaluation.subject import EvaluationSubject
-from fulldepth.progress import Watcher
 from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
-from fulldepth.uncertainty import advisable, identity, ratio_error
 
 ANSWERS = "answers"
 """Folder of a result folder for the answers of an unfinished evaluation."""

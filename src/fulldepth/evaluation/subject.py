@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth import __version__
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import Fingerprint
 from fulldepth.execution.verify import prove
-from fulldepth.files import Fingerprint
 from fulldepth.hf import (
     Anatomy,
     Checkpoint,

@@ -9,9 +9,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from fulldepth.core.errors import FulldepthError
 from fulldepth.data import Sequences
 from fulldepth.data.batches import Batching
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.hooks import capture
 from fulldepth.execution.stream import TOLERANCE, relative_error
 from fulldepth.hf import Anatomy, Classifier, body_inputs

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.hf import Anatomy
 
 SITES = {

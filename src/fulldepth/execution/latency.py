@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fulldepth.distributed import current
-from fulldepth.errors import FulldepthError
+from fulldepth.core.distributed import current
+from fulldepth.core.errors import FulldepthError
 from fulldepth.hf import Anatomy, cache_argument, cache_in
 
 PHASES = ("prefill", "decode")

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 
 KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Cache layers that hold nothing but keys and values, of all positions or of a window."""

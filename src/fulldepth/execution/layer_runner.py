@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.layer_cache import KNOWN_LAYERS, LayerCache
 from fulldepth.execution.stream import check_close, is_close, reason_of

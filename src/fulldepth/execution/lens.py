@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fulldepth.core.targets import IGNORE
 from fulldepth.data import Sequences
 from fulldepth.hf import Classifier
 from fulldepth.metrics.base import Readout
 from fulldepth.metrics.reservoir import priority
-from fulldepth.targets import IGNORE
 
 CPU_CHUNK = 128
 """Tokens whose logits exist at once on a CPU for heads that give all classes at once."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.execution.latency import Trial
 from fulldepth.execution.scoring import ScoredBatch
 from fulldepth.hf.gguf import read_header

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.targets import IGNORE, next_targets
 from fulldepth.execution.flops import Costs, Shape, Variant, costs_of, parts_of
 from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.hf import Anatomy, Block, Classifier, body_inputs, device_of
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
-from fulldepth.targets import IGNORE, next_targets
 
 CPU_LOGITS, DEVICE_LOGITS = 1 << 22, 1 << 27
 """Number of logits that exist at once on a CPU and on an accelerator."""

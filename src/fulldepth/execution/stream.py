@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fulldepth.errors import FulldepthError, is_out_of_memory, one_line
+from fulldepth.core.errors import FulldepthError, is_out_of_memory, one_line
 from fulldepth.hf import Anatomy, Classifier, Head, body_inputs, logits_of
 from fulldepth.hf.families import FUNCTIONS, Pool
 from fulldepth.hf.finder import STACKS

@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
+from fulldepth.core.errors import FulldepthError
 from fulldepth.data import Batch, Sequences, Source, input_texts, open_source, prepare
 from fulldepth.data.labelled import usable_rows
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.batching import model_inputs
 from fulldepth.execution.verify import Verified, verify
 from fulldepth.hf import (

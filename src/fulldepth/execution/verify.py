@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.execution.hooks import ROLES, capture
 from fulldepth.execution.stream import (
     TOLERANCE,

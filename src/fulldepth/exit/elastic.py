@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.progress import Watcher
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.readers import prove
 from fulldepth.execution.stream import TOLERANCE
@@ -52,7 +53,6 @@ from fulldepth.hf.checkpoint_folder import (
 )
 from fulldepth.hf.file_checks import PROCESSOR_FILES
 from fulldepth.hf.promises import withdraw_promises
-from fulldepth.progress import Watcher
 from fulldepth.settings.exit import LayersSettings
 from fulldepth.settings.keywords import takes_settings
 

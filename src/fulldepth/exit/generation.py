@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
 from fulldepth.data import decode_ids
 from fulldepth.data.conversations import encode_prompt
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import Decoder, Generation, Options, Stats
 from fulldepth.execution.latency import machine
 from fulldepth.execution.subject import open_checkpoint
 from fulldepth.hf import Checkpoint, checkpoint_of, depth_of, device_of, open_tokenizer
-from fulldepth.progress import Watcher
 from fulldepth.results import Results, claimed, provenance
 from fulldepth.results.document import Finding
 from fulldepth.results.folder import finite

@@ -27,17 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
+from fulldepth.core.targets import IGNORE
+from fulldepth.core.uncertainty import advisable, sample
 from fulldepth.data import Batch
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.decoding import ExitRule, certainty
 from fulldepth.execution.lens import largest_rank, position_ranks
 from fulldepth.exit.subject import ExitSubject
 from fulldepth.metrics.jackknife import Mean
-from fulldepth.progress import Watcher
 from fulldepth.settings.exit import LayerReadingSettings, Rule
-from fulldepth.targets import IGNORE
-from fulldepth.uncertainty import advisable, sample
 
 CANDIDATES = 200
 """Most thresholds that a calibration tries, besides the given ones."""

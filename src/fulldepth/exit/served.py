@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
+from fulldepth.core.thresholds import BUSY
+from fulldepth.core.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
 from fulldepth.data.batches import in_batches
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import ExitRule
 from fulldepth.execution.latency import OtherLoad, now, order
 from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.execution.subject import small_batch
 from fulldepth.exit.readings import Exit, Readings
 from fulldepth.exit.subject import ExitSubject
-from fulldepth.progress import Watcher
 from fulldepth.settings.exit import ExitSettings
-from fulldepth.thresholds import BUSY
-from fulldepth.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
 
 MOST_CHANGED, IN_HALF = 0.01, 0.05
 """Largest share of samples that may leave elsewhere than in the one pass (rounding near the threshold); in half

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fulldepth.core.errors import FulldepthError
 from fulldepth.data import Sequences
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, subject
 from fulldepth.execution.batching import batched, model_inputs
 from fulldepth.hf import (

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
 from fulldepth.execution.decoding import Decoder, Generation
 from fulldepth.execution.latency import OtherLoad, machine, order
 from fulldepth.exit.readings import Exit, Readings, calibrated, no_advice, read, splits
@@ -21,7 +22,6 @@ from fulldepth.exit.served import SpeedUp, timed
 from fulldepth.exit.subject import ExitSubject, open_checkpoint, prepare_subject
 from fulldepth.hf import evaluating, unwrapped
 from fulldepth.metrics.jackknife import Mean
-from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, claimed, finite, provenance, tabulate
 from fulldepth.settings.exit import ExitSettings
 from fulldepth.settings.keywords import takes_settings

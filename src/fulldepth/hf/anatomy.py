@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.hf.families import FUNCTIONS, Family, Head, rows_of
 from fulldepth.hf.finder import STACKS, body_of, find_families, refuse_other_inputs, unwrapped
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 
 PLAIN = {"output_attentions": False, "output_hidden_states": False, "return_dict": True, "torchscript": False}
 """Entry -> the value with which a model gives what every command reads."""

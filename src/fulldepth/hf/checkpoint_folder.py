@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PreTrainedModel
 
 from fulldepth.architectures.skipped import older_rope
-from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic, atomic_folder, read_json, remove_leftovers
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.files import atomic, atomic_folder, read_json, remove_leftovers
 from fulldepth.hf.file_checks import (
     TOKENIZER_FILES,
     TOKENIZER_TEXTS,

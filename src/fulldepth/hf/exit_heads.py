@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import reading
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import reading
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates
 from fulldepth.hf.file_checks import stored_file
 

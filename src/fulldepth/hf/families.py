@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pydantic
 from torch import Tensor, nn
 
-from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.core.errors import FulldepthError, one_line, unknown
 
 Design = Literal["pre", "parallel", "post"]
 ValuePart = Literal["whole", "last-third", "last-third-of-each-head"]

@@ -18,8 +18,8 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import read_json, reading
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import read_json, reading
 
 ADAPTER = "adapter_config.json"
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.hf.families import BERT, SKIPPED, Family, rows_of
 
 ATTENTION = re.compile(r"attn|attention|mixer", re.I)

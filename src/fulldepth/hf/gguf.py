@@ -27,8 +27,8 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
-from fulldepth.errors import FulldepthError, names_of, one_line
-from fulldepth.files import reading
+from fulldepth.core.errors import FulldepthError, names_of, one_line
+from fulldepth.core.files import reading
 from fulldepth.hf.file_checks import Weights, check_numbers
 
 SUFFIX, PACKAGE = ".gguf", "package:"

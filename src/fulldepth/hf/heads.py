@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.func import functional_call
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy, text_config
 from fulldepth.hf.exit_heads import layer_heads
 from fulldepth.hf.families import Pool

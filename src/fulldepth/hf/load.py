@@ -24,7 +24,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from fulldepth.errors import FulldepthError, is_out_of_memory, one_line, unknown
+from fulldepth.core.errors import FulldepthError, is_out_of_memory, one_line, unknown
+from fulldepth.core.processor import check_bfloat16
 from fulldepth.hf.anatomy import first_broken_weight
 from fulldepth.hf.asked_outputs import check_outputs, set_aside
 from fulldepth.hf.exit_heads import EXIT_HEADS, find_exit_heads, load_exit_heads
@@ -45,7 +46,6 @@ from fulldepth.hf.gguf import find_gguf, load_gguf_config, load_gguf_model, load
 from fulldepth.hf.modes import device_of, silent
 from fulldepth.hf.run_checkpoints import checkpoint_of
 from fulldepth.hf.tying import UNTIED, state_ties, weights_apart
-from fulldepth.processor import check_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "mask_token_id", "sep_token_id")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulldepth.files import Fingerprint
+from fulldepth.core.files import Fingerprint
 from fulldepth.hf import loaded_weight
 
 CHUNK = 2**22

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import logging
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 
 
 @contextmanager

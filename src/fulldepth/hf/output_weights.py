@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
 from fulldepth.hf.modes import device_of, evaluating, in_memory
 from fulldepth.hf.surgery import first_input

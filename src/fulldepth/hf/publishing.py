@@ -12,7 +12,7 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import validate_repo_id
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.hf.gguf import find_gguf, read_header
 
 CARD = "README.md"

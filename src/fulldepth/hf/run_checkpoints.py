@@ -14,8 +14,8 @@ from pydantic import JsonValue, NonNegativeInt
 from safetensors import safe_open
 from torch import nn
 
-from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic, read_document, read_json, reading, temporary_name
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.files import atomic, read_document, read_json, reading, temporary_name
 
 SEAL = "complete.json"
 """The file that is written last into a checkpoint: sizes and hashes of its files, and notes of the run."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.core.errors import FulldepthError, one_line, unknown
 
 GRANULARITIES = ("attention", "mlp", "layer", "any")
 """Removed part of a layer: its attention (with norm and cache), its MLP (with norm), all of it, or `any` of these."""

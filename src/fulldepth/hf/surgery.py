@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
 from fulldepth.hf.modes import device_of
 from fulldepth.hf.scalars import Block, Scalars, blocks_of, factor_names

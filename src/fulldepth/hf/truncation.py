@@ -18,7 +18,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, logits_of, sample_inputs
 from fulldepth.hf.exit_heads import cut_exit_heads
 from fulldepth.hf.heads import Classifier, uses_fsdp

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fulldepth import hf
-from fulldepth.distributed import current
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.core.distributed import current
+from fulldepth.core.errors import FulldepthError, unknown
+from fulldepth.core.targets import IGNORE
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import Anatomy, Classifier, exit_weights, uses_fsdp
 from fulldepth.losses.task import Detection
 from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
-from fulldepth.targets import IGNORE
 
 CHUNK = 1024
 """Number of positions whose logits exist at a time."""

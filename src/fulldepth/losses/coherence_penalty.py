@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fulldepth.distributed import sum_over_processes
-from fulldepth.errors import FulldepthError
+from fulldepth.core.distributed import sum_over_processes
+from fulldepth.core.errors import FulldepthError
 from fulldepth.losses.term import Amount, Context, LayerTerm, block_size, check_states, recomputed, statistics_dtype
 
 POWER_RATIO = 2.0

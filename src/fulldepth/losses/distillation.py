@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.targets import IGNORE
 from fulldepth.execution import body_inputs, capture, find_anatomy
 from fulldepth.hf import Anatomy, Classifier, device_of, evaluating, open_model
 from fulldepth.losses.aligned_loss import Reader
 from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
-from fulldepth.targets import IGNORE
 
 CHUNK = 256
 """Number of positions whose teacher logits exist at a time."""

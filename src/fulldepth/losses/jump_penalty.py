@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.losses.term import Context, Term, check_states, recomputed, statistics_dtype
 from fulldepth.metrics import displacement
 

@@ -12,7 +12,7 @@ from accelerate.state import GradientState
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.execution import Activations, capture, find_anatomy
 from fulldepth.hf import (
     Anatomy,

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fulldepth.errors import unknown
+from fulldepth.core.errors import unknown
 from fulldepth.losses.term import Context, LayerTerm, block_size, check_states, recomputed, statistics_dtype
 
 FORMS = ("mean", "frobenius")

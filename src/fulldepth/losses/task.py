@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.targets import IGNORE, next_targets
 from fulldepth.hf import Classifier, DetectionHeads, task_of, text_config, unwrapped
-from fulldepth.targets import IGNORE, next_targets
 
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
 """Entries whose first dimension is the sequence (or the image), most reliable first."""

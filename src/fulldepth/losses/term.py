@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fulldepth.distributed import add_up, current
-from fulldepth.errors import FulldepthError
+from fulldepth.core.distributed import add_up, current
+from fulldepth.core.errors import FulldepthError
 from fulldepth.execution import Activations
 from fulldepth.hf import Anatomy, Classifier
 from fulldepth.losses.task import Task

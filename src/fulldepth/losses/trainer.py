@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from fulldepth.distributed import any_process
-from fulldepth.errors import FulldepthError
+from fulldepth.core.distributed import any_process
+from fulldepth.core.errors import FulldepthError
 from fulldepth.execution import capture, find_anatomy
 from fulldepth.hf import (
     first_broken_weight,

@@ -8,12 +8,12 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
+from fulldepth.core.uncertainty import plural, quantile
 from fulldepth.measurement.headline import Clusters
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.base import NO_FIRST
 from fulldepth.settings.measure import MeasureSettings
-from fulldepth.uncertainty import plural, quantile
 
 FEW_CLUSTERS = 8
 """Clusters below which a warning states the width of the 95 % interval by Student's t."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
+from fulldepth.core.thresholds import COPY, NOISE
+from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, plural
 from fulldepth.data.batches import Sequences
 from fulldepth.metrics.jump_rate import describe_jump, growth, size_of_jump
 from fulldepth.results import Finding
-from fulldepth.thresholds import COPY, NOISE
-from fulldepth.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, plural
 
 ERROR = "standard_error"
 FALLS = "every layer in the sum displaces less than the one before by more than the error, so the sum is 0"
@@ -47,8 +47,8 @@ class Clusters:
 def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[str, Finding]:
     """The findings of a measurement by name, for measures with a finite value.
 
-    `standard_error` is in the unit of the value (see `fulldepth.uncertainty`); layers have an `interval` instead. If
-    neither can be estimated, `no_standard_error` states the reason.
+    `standard_error` is in the unit of the value (see `fulldepth.core.uncertainty`); layers have an `interval` instead.
+    If neither can be estimated, `no_standard_error` states the reason.
 
     Args:
         table: rows of one model.

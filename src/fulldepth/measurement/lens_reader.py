@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulldepth.core.distributed import Processes
+from fulldepth.core.targets import IGNORE
 from fulldepth.data import Batch, decode_ids
-from fulldepth.distributed import Processes
 from fulldepth.execution import TopTokens, read_layers, top_tokens
 from fulldepth.execution.lens import largest_rank, position_ranks
 from fulldepth.hf import Classifier
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import Readout, saturation_layer
 from fulldepth.settings.measure import MeasureSettings
-from fulldepth.targets import IGNORE
 
 LONGEST = 40
 """Maximum number of characters of a token."""

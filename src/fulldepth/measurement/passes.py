@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulldepth.core.distributed import Processes
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
 from fulldepth.data import Batch
-from fulldepth.distributed import Processes
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import COEFFICIENTS, Verified, body_inputs, capture
 from fulldepth.execution.batching import model_inputs
 from fulldepth.hf import DetectionHeads
@@ -27,7 +28,6 @@ from fulldepth.measurement.plan import MeasurePlan
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.measurement.weights import feed_projections
 from fulldepth.metrics import Detections, Observation, SpectralNorm
-from fulldepth.progress import Watcher
 from fulldepth.settings.measure import MeasureSettings
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.data import Sequences
-from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import Verified
 from fulldepth.hf import available_memory
 from fulldepth.measurement import tokens

@@ -15,15 +15,16 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from fulldepth import launch
+from fulldepth.core import launch
+from fulldepth.core.distributed import Processes, processes
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import check_outside
+from fulldepth.core.progress import Watcher
 from fulldepth.data import MASKED_SHARE, Sequences
-from fulldepth.distributed import Processes, processes
-from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import Verified
 from fulldepth.execution.batching import batched
 from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.execution.subject import open_checkpoint, prove, read_source, small_batch
-from fulldepth.files import check_outside
 from fulldepth.hf import anatomy_candidates, evaluating, find_checkpoints, task_of, unwrapped
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
@@ -44,7 +45,6 @@ from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
 from fulldepth.measurement.towers import Extra, measure_each, measure_towers
 from fulldepth.measurement.weights import nearest_tokens, num_projections
 from fulldepth.metrics.cosine import SITE
-from fulldepth.progress import Watcher
 from fulldepth.results import (
     DOCUMENT,
     PAGE,

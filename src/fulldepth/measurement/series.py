@@ -12,12 +12,12 @@ from typing import Any
 import pandas as pd
 
 from fulldepth import __version__
+from fulldepth.core.distributed import Processes
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.files import reading
+from fulldepth.core.progress import Watcher, without_repeats
 from fulldepth.data import Sequences, Source
-from fulldepth.distributed import Processes
-from fulldepth.errors import FulldepthError
-from fulldepth.files import reading
 from fulldepth.hf import find_checkpoints, has_weights, packaged, trained_steps
-from fulldepth.progress import Watcher, without_repeats
 from fulldepth.results import COLUMNS, DOCUMENT, GROUPS, PAGE, TABLE, Results, joined
 from fulldepth.settings.measure import SPEED_ONLY, MeasureSettings
 

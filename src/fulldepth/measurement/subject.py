@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from fulldepth.core.errors import FulldepthError
 from fulldepth.data import Sequences
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified
 from fulldepth.execution.batching import batched
 from fulldepth.execution.subject import open_checkpoint, prove, sequences_for, small_batch, tokenizer_for

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fulldepth.core.errors import FulldepthError
 from fulldepth.data import MASKED_SHARE, Batch, Sequences
-from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy
 
 SENTENCES = {

@@ -11,9 +11,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from fulldepth.core.errors import FulldepthError
 from fulldepth.data import Source, choose, identities
 from fulldepth.data.labelled import usable_rows
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.batching import model_inputs
 from fulldepth.execution.stream import check_close
 from fulldepth.hf import Checkpoint

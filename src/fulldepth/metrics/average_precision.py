@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fulldepth.distributed import current
-from fulldepth.errors import needing
+from fulldepth.core.distributed import current
+from fulldepth.core.errors import needing
+from fulldepth.core.uncertainty import FEWEST_CLUSTERS
 from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
 from fulldepth.metrics.jackknife import error_of, jackknife_influence
-from fulldepth.uncertainty import FEWEST_CLUSTERS
 
 Target = Mapping[str, Tensor]
 """Objects of one image: `class_labels` [n], `boxes` [n, 4] and perhaps `crowd` [n] bool."""

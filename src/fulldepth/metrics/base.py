@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from fulldepth.core.targets import IGNORE
+from fulldepth.core.uncertainty import deal
 from fulldepth.metrics.jackknife import error_of, ratio_influence
 from fulldepth.metrics.reservoir import CPU, Accumulator, Reservoir
-from fulldepth.targets import IGNORE
-from fulldepth.uncertainty import deal
 
 NO_FIRST = ":no-first"
 """Suffix of statistics that exclude the first token of each sequence."""
@@ -111,7 +111,8 @@ class Setup:
     num_sequences: int = 0
     """Sequences in the whole data set, over all processes."""
     clusters: tuple[int, ...] = ()
-    """Identity of each sequence's unit of independence (`fulldepth.uncertainty`); empty = each sequence is its own."""
+    """Identity of each sequence's unit of independence (`fulldepth.core.uncertainty`); empty = each sequence is its
+    own."""
     num_tokens: int = 0
     """Counted tokens (padding and token policy applied), over all processes."""
     first_tokens: bool = True

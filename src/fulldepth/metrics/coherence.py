@@ -8,9 +8,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from fulldepth.core.threads import map_threads
 from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
 from fulldepth.metrics.jackknife import influence_of_channel_mean, leave_one_out
-from fulldepth.threads import map_threads
 
 STD_EPS = 1e-8
 """The paper's epsilon, added to the standard deviation."""
@@ -131,7 +131,7 @@ class Coherence(Measure):
 
     With three sequences or more, the corrected mean of the residual stream has a standard error over sequences, for
     each layer and for the mean over layers. For it, the spectra of at most 64 evenly spaced channels are also summed
-    per group of clusters (see `fulldepth.uncertainty`).
+    per group of clusters (see `fulldepth.core.uncertainty`).
     """
 
     name = "coherence"

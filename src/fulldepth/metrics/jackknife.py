@@ -1,4 +1,4 @@
-"""Standard errors of tensors of sums per group of clusters; the formulas are in `fulldepth.uncertainty`."""
+"""Standard errors of tensors of sums per group of clusters; the formulas are in `fulldepth.core.uncertainty`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fulldepth import uncertainty
+from fulldepth.core import uncertainty
 
 
 def leave_one_out(sums: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Mean:
 
         Args:
             values: of each sample.
-            cluster: `[N]` int64 identity of each sample's unit of independence (see `fulldepth.uncertainty`).
+            cluster: `[N]` int64 identity of each sample's unit of independence (see `fulldepth.core.uncertainty`).
         """
         group = torch.from_numpy(uncertainty.deal(cluster.cpu().numpy()))  # [N]
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.double())

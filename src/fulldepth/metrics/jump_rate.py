@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fulldepth.core.thresholds import LARGE_JUMP
+from fulldepth.core.uncertainty import SIGNIFICANT, quantile
 from fulldepth.metrics.base import Influence, Means, Observation, Row, Setup, angular
 from fulldepth.metrics.jackknife import error_of, ratio_influence
-from fulldepth.thresholds import LARGE_JUMP
-from fulldepth.uncertainty import SIGNIFICANT, quantile
 
 
 def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fulldepth.core.uncertainty import crossing
 from fulldepth.metrics.base import Influence, Means, Observation, Place, Readout, Row, Setup
 from fulldepth.metrics.jackknife import ratio_influence
-from fulldepth.uncertainty import crossing
 
 EPSILONS = (0.01, 0.05, 0.1, 0.2)
 """Tolerances relative to perfect accuracy (Def. 1)."""

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fulldepth.core.threads import map_threads
+from fulldepth.core.uncertainty import deal
 from fulldepth.metrics.base import Means, Observation, Place, Setup
 from fulldepth.metrics.reservoir import priority
-from fulldepth.threads import map_threads
-from fulldepth.uncertainty import deal
 
 PRESET = "plain"
 ALPHAS = (0.5, 1.0, 2.0)

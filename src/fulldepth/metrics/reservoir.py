@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from fulldepth.targets import IGNORE
-from fulldepth.uncertainty import ranks
+from fulldepth.core.targets import IGNORE
+from fulldepth.core.uncertainty import ranks
 
 CPU = torch.device("cpu")
 CHUNK = 128

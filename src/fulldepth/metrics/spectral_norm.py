@@ -8,8 +8,8 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
+from fulldepth.core.threads import map_threads
 from fulldepth.metrics.base import Measure, Row, Setup
-from fulldepth.threads import map_threads
 
 DENSE = 128
 """Up to this smaller dimension the full eigenvalue problem is solved; above it, Lanczos finds the largest value."""

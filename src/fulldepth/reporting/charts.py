@@ -14,6 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from pydantic.dataclasses import dataclass
 
+from fulldepth.core.uncertainty import quantile
 from fulldepth.reporting.draw import (
     NO_CURVE,
     Drawn,
@@ -40,7 +41,6 @@ from fulldepth.reporting.style import (
     layer_axis,
     read_yaml,
 )
-from fulldepth.uncertainty import quantile
 
 STEP_AXIS = axis("Training step", tickformat=",d", nticks=7, unifiedhovertitle={"text": "Step %{x:,}"})
 PROFILES = 7

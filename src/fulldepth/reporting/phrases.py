@@ -8,8 +8,8 @@ from typing import Any
 
 from markupsafe import Markup
 
+from fulldepth.core.uncertainty import counted
 from fulldepth.reporting.style import is_invisible, minus
-from fulldepth.uncertainty import counted
 
 NOTHING = "–"
 """Shown instead of an unknown number."""

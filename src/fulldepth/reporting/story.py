@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fulldepth.core.thresholds import IDLE, LARGE_JUMP, degrees
+from fulldepth.core.uncertainty import measurable
 from fulldepth.reporting.phrases import plus_minus, short
 from fulldepth.reporting.source import PageSource, curve, num_layers, stack_rows
 from fulldepth.reporting.style import SEQUENTIAL, layer_axis
-from fulldepth.thresholds import IDLE, LARGE_JUMP, degrees
-from fulldepth.uncertainty import measurable
 
 MOST = 2
 """Maximum number of findings after the first sentence."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from fulldepth import launch
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.core import launch
+from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.results import groups, verdict
 from fulldepth.results.differences import (
     STEPS,

@@ -22,9 +22,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from fulldepth.core.uncertainty import bootstrap, error_of
 from fulldepth.results.folder import Results
 from fulldepth.results.influences import KEYS, groups_of
-from fulldepth.uncertainty import bootstrap, error_of
 
 Depth = Literal["layer", "relative"]
 Array = NDArray[np.float64]

@@ -17,8 +17,8 @@ import pydantic
 from pydantic import AfterValidator, Field
 
 from fulldepth import __version__
-from fulldepth.errors import FulldepthError
-from fulldepth.files import read_json, validated
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.files import read_json, validated
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 """A number that is valid JSON."""

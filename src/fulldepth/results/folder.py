@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from fulldepth import launch, reporting
-from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import atomic, locked, reading, remove_leftovers, write_text
-from fulldepth.progress import Watcher
+from fulldepth import reporting
+from fulldepth.core import launch
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import atomic, locked, reading, remove_leftovers, write_text
+from fulldepth.core.progress import Watcher
 from fulldepth.reporting.source import TOGETHER
 from fulldepth.results import document, influences, table
 from fulldepth.results.document import Finding

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.core.errors import FulldepthError, one_line, unknown
+from fulldepth.core.thresholds import BUSY
+from fulldepth.core.uncertainty import holm, paired_test, quantile
 from fulldepth.results import verdict
 from fulldepth.results.differences import Depth, counterparts, depth_of
 from fulldepth.results.document import Finding
@@ -27,8 +29,6 @@ from fulldepth.results.table import COLUMNS
 from fulldepth.results.verdict import Entry, Number
 from fulldepth.settings.measure import SPEED_ONLY
 from fulldepth.settings.train import MAY_DIFFER
-from fulldepth.thresholds import BUSY
-from fulldepth.uncertainty import holm, paired_test, quantile
 
 FEWEST_PAIRS, SURE = 2, 5
 """Pairs of a test, and of one that is not called an indication."""

@@ -2,7 +2,7 @@
 
 The file `groups.parquet` has the key columns of a row of the table (`KEYS`, in a series also `step`) and one float
 column for each group, `group_0` to `group_{G-1}`: what the group adds to the deviation of the row's value, in the
-value's unit (`fulldepth.uncertainty`). Results with the same clusters have the same groups, so their influences
+value's unit (`fulldepth.core.uncertainty`). Results with the same clusters have the same groups, so their influences
 subtract. The entry `groups` of the document identifies the clusters.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.uncertainty import GROUPS
 from fulldepth.results import table
-from fulldepth.uncertainty import GROUPS
 
 KEYS = ["measure", "site", "layer", "other", "statistic"]
 """Columns that an entry shares with the row of its value."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pandas as pd
 
 from fulldepth import reporting
-from fulldepth.errors import FulldepthError
-from fulldepth.files import write_text
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.files import write_text
 from fulldepth.reporting.source import SKIPS, TOGETHER
 from fulldepth.results.document import SCHEMA_VERSION
 from fulldepth.results.folder import DOCUMENT, PAGE, Results

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 
-from fulldepth.errors import FulldepthError, one_line, unknown
-from fulldepth.files import reading
+from fulldepth.core.errors import FulldepthError, one_line, unknown
+from fulldepth.core.files import reading
 from fulldepth.results.document import MOST_LAYERS
 
 COLUMNS = ["measure", "site", "layer", "other", "statistic", "value", "count", "unit"]

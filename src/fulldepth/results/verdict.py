@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from fulldepth.core.uncertainty import SIGNIFICANT, measurable
 from fulldepth.results.differences import Interval
 from fulldepth.results.document import Finding
-from fulldepth.uncertainty import SIGNIFICANT, measurable
 
 
 class Number(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.settings.loading import LOADING, Count, Length, LoadingSettings, Seed
 
 QUALITY = ("prompts", "prefix_tokens", "max_new_tokens", "top_p", "embedder")

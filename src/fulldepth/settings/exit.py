@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.settings.loading import LOADING, Count, Length, ReadingSettings, Seed
 
 Rule = Literal["confidence", "margin", "entropy", "patience"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from fulldepth import bars
+from fulldepth.core import bars
 from fulldepth.settings.layers import Settings, layer, nested, read
 
 Result = TypeVar("Result")

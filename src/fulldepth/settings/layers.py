@@ -20,8 +20,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 import pydantic
 import yaml
 
-from fulldepth.errors import FulldepthError, brief, one_line, unknown
-from fulldepth.files import read_bytes, reading
+from fulldepth.core.errors import FulldepthError, brief, one_line, unknown
+from fulldepth.core.files import read_bytes, reading
 
 _INSTALLED = Path(__file__).parents[1] / "recipes_data"
 _CHECKOUT = Path(__file__).parents[3] / "recipes"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.settings.loading import LOADING, SPREADING, Count, Length, LoadingSettings, ReadingSettings
 
 TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos", "patches", "mean", "mean-patches"]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import Field
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.settings.layers import Settings, layer, read
 from fulldepth.settings.loading import Count, Length, Precision, Rate, Seed
 

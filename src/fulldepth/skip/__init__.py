@@ -11,8 +11,7 @@ from fulldepth.skip.curve import Curve, curve
 from fulldepth.skip.exports.export import Export, export, load
 from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.fit import FitResult, fit_scales
-from fulldepth.skip.heal import Healing, refit, with_model
-from fulldepth.skip.healed import TRAIN, VALIDATION, finish_gguf, save_healed, with_weights, write_start, write_texts
+from fulldepth.skip.least_squares import Healing, refit
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
 from fulldepth.skip.responses import generate_responses, read_prompts
 from fulldepth.skip.search import search
@@ -21,8 +20,6 @@ __all__ = [
     "CRITERIA",
     "GRANULARITIES",
     "SEARCHES",
-    "TRAIN",
-    "VALIDATION",
     "BenchSettings",
     "Curve",
     "Example",
@@ -38,7 +35,6 @@ __all__ = [
     "bench",
     "curve",
     "export",
-    "finish_gguf",
     "fit_scales",
     "fold",
     "generate_responses",
@@ -47,11 +43,6 @@ __all__ = [
     "read_examples",
     "read_prompts",
     "refit",
-    "save_healed",
     "search",
     "skipping",
-    "with_model",
-    "with_weights",
-    "write_start",
-    "write_texts",
 ]

@@ -40,10 +40,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
+from fulldepth.core.thresholds import BUSY
+from fulldepth.core.uncertainty import FEWEST_CLUSTERS, FEWEST_ROUNDS, Ratio, median_ratio
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples, units
 from fulldepth.data.tokens import plain_ids
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.latency import (
     PHASES,
@@ -70,7 +73,6 @@ from fulldepth.hf import (
     packaged,
 )
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, claimed, finite, names, provenance, tabulate
 from fulldepth.settings import command_line
 from fulldepth.settings.bench import BenchSettings
@@ -81,8 +83,6 @@ from fulldepth.skip.fit import make_batches
 from fulldepth.skip.outcome import joined
 from fulldepth.skip.plan import Plan, healed_rows, overlap, row_of
 from fulldepth.skip.problem import read_data, tokenizer_of
-from fulldepth.thresholds import BUSY
-from fulldepth.uncertainty import FEWEST_CLUSTERS, FEWEST_ROUNDS, Ratio, median_ratio
 
 TEXTS = 4
 """Held-out texts on which tokenizers are compared."""

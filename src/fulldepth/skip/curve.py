@@ -15,11 +15,12 @@ import torch
 from scipy import stats
 from transformers import PreTrainedModel
 
+from fulldepth.core.distributed import Processes, processes
+from fulldepth.core.progress import Watcher
+from fulldepth.core.uncertainty import quantile
 from fulldepth.data.examples import units
-from fulldepth.distributed import Processes, processes
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE
-from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, finite, provenance, tabulate
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import CurveSettings
@@ -29,7 +30,6 @@ from fulldepth.skip.outcome import joined
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.problem import SearchProblem, prepared
 from fulldepth.skip.search import check_folder, search_with
-from fulldepth.uncertainty import quantile
 
 MEASURES = {"loss": (0.0, math.inf, "nats"), "kl": (0.0, math.inf, "nats"), "greedy_agreement": (0.0, 1.0, "1")}
 """Measure at every number of removed blocks -> its smallest and largest possible value, and its unit."""

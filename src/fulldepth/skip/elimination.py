@@ -35,12 +35,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fulldepth.core.uncertainty import SIGNIFICANT, quantile, ratio_error
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE, LOSS, SCALED
 from fulldepth.skip.goal import REACHED, Goal
 from fulldepth.skip.loss_cache import LossCache
 from fulldepth.skip.plan import name_of
-from fulldepth.uncertainty import SIGNIFICANT, quantile, ratio_error
 
 BUDGET = "budget"
 LEAST = 8

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
 from fulldepth.data.batches import Example, grouped, padded_batch
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import LOSS, ScoredBatch, Scorer
 from fulldepth.execution.verify import prove
 from fulldepth.hf import Anatomy, evaluating, frozen
 from fulldepth.hf.scalars import Block, Scalars, blocks_of
 from fulldepth.hf.surgery import Switches
-from fulldepth.progress import Watcher
 from fulldepth.settings import Settings, layer
 from fulldepth.settings.loading import Rate, Seed
 from fulldepth.settings.search import Epochs, Rows, SearchSettings

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.latency import Runner, Trial, random_tokens, time_in_rounds
 from fulldepth.execution.layer_cache import LayerCache
 from fulldepth.execution.scoring import Scorer
 from fulldepth.hf import Anatomy, Block
-from fulldepth.progress import Watcher
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.loss_cache import LossCache
 

@@ -20,11 +20,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import write_text
 from fulldepth.data.examples import units
-from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS
-from fulldepth.files import write_text
 from fulldepth.hf import load_tokenizer, open_model
 from fulldepth.hf.checkpoint_folder import folder_to_be
 from fulldepth.hf.model_hash import model_hash
@@ -34,7 +34,7 @@ from fulldepth.skip.bench import gap_finding, in_words
 from fulldepth.skip.exports.export import NOTES, card_of, export, read_notes
 from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.exports.formats import FORMATS
-from fulldepth.skip.heal import Healing, format_for
+from fulldepth.skip.least_squares import Healing, format_for
 from fulldepth.skip.outcome import joined
 from fulldepth.skip.plan import HEALED, UNHEALED, Plan, in_sample, rows_of
 

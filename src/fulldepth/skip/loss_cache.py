@@ -18,12 +18,12 @@ import numpy as np
 import pydantic
 from pydantic import Field, JsonValue
 
-from fulldepth.distributed import Processes
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.distributed import Processes
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import read_document, write_text
+from fulldepth.core.progress import Watcher
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED, ScoredBatch, Scorer
-from fulldepth.files import read_document, write_text
-from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
 from fulldepth.skip.plan import Amount, Factors, differences
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import pandas as pd
 
+from fulldepth.core.thresholds import BUSY
+from fulldepth.core.uncertainty import SIGNIFICANT
 from fulldepth.data.examples import units
 from fulldepth.results import COLUMNS, Finding, Results, finite, provenance, tabulate
 from fulldepth.skip.elimination import LEAST
 from fulldepth.skip.goal import REACHED
 from fulldepth.skip.plan import Plan, in_sample
 from fulldepth.skip.problem import SearchProblem
-from fulldepth.thresholds import BUSY
-from fulldepth.uncertainty import SIGNIFICANT
 
 KIND = "skip"
 FIFTH = 5

@@ -13,17 +13,17 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 from transformers import PreTrainedModel
 from typing_extensions import TypedDict  # of `typing`, pydantic takes that of Python 3.12 only
 
+from fulldepth.core.errors import FulldepthError, brief, one_line
+from fulldepth.core.files import read_json, write_text
+from fulldepth.core.uncertainty import identity
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
-from fulldepth.errors import FulldepthError, brief, one_line
 from fulldepth.execution import find_anatomy
-from fulldepth.files import read_json, write_text
 from fulldepth.hf import Anatomy
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import FACTORS, Block, blocks_of, factor_names
 from fulldepth.settings import Settings, layer
 from fulldepth.settings.search import BlockName, Criterion, Granularity, Method
-from fulldepth.uncertainty import identity
 
 FILE = "plan.json"
 SCHEMA_VERSION = 1

@@ -12,9 +12,9 @@ import numpy as np
 from transformers import PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
+from fulldepth.core.distributed import Processes
+from fulldepth.core.errors import FulldepthError
 from fulldepth.data.examples import Examples, read_examples
-from fulldepth.distributed import Processes
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.scoring import SCALED, ScoredBatch, Scorer
 from fulldepth.execution.verify import check_task, prove

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.files import read_document, write_text
+from fulldepth.core.progress import Watcher
 from fulldepth.data.conversations import CUT_OFF, END, Prompt, as_prompt, conversation_prompts, encode_prompt
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
 from fulldepth.data.tokens import decode_ids
-from fulldepth.errors import FulldepthError
-from fulldepth.files import read_document, write_text
 from fulldepth.hf import device_of, evaluating
-from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.loading import Length, Seed

@@ -12,15 +12,15 @@ from typing import Annotated, Any
 from pydantic import Field, FiniteFloat, NonNegativeInt
 from transformers import PreTrainedModel
 
+from fulldepth.core.distributed import Processes, processes
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
 from fulldepth.data.examples import Examples
-from fulldepth.distributed import Processes, processes
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Costs, Shape, Variant
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED
 from fulldepth.hf import anatomy_candidates, check_depth, is_offloaded
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, PAGE, Results, versions
 from fulldepth.settings import Settings, layer
 from fulldepth.settings.keywords import takes_settings

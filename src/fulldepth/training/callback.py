@@ -14,15 +14,15 @@ import pandas as pd
 import torch
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState
 
-from fulldepth.distributed import any_process, current
-from fulldepth.errors import one_line
+from fulldepth.core.distributed import any_process, current
+from fulldepth.core.errors import one_line
+from fulldepth.core.progress import Watcher
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.hf import ModelCard, begin_checkpoint, drop_checkpoints, seal
 from fulldepth.losses import TERMS, Tally
 from fulldepth.metrics import Row
 from fulldepth.metrics.jump_rate import describe_jump
-from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, finite, tabulate
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.evaluation import tracked

@@ -12,12 +12,12 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from fulldepth.distributed import add_up, current
+from fulldepth.core.distributed import add_up, current
+from fulldepth.core.targets import IGNORE
 from fulldepth.execution import capture, find_anatomy, read_layers
 from fulldepth.hf import Anatomy, Classifier, DetectionHeads, evaluating
 from fulldepth.losses import Task
 from fulldepth.metrics import AveragePrecision, Detections, Observation, Row, Setup, displacement, jump_rate
-from fulldepth.targets import IGNORE
 
 
 @torch.no_grad()

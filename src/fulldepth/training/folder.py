@@ -14,10 +14,11 @@ import yaml
 from pydantic import Field, FiniteFloat, NonNegativeInt
 from transformers import PreTrainedModel, TrainingArguments
 
+from fulldepth.core.distributed import current
+from fulldepth.core.errors import FulldepthError, StoppedError, is_disk_full, one_line
+from fulldepth.core.files import Fingerprint, atomic, locked, read_json, reading, validated
+from fulldepth.core.progress import Watcher
 from fulldepth.data import ORDER
-from fulldepth.distributed import current
-from fulldepth.errors import FulldepthError, StoppedError, is_disk_full, one_line
-from fulldepth.files import Fingerprint, atomic, locked, read_json, reading, validated
 from fulldepth.hf import (
     UNFINISHED,
     drop_checkpoints,
@@ -35,7 +36,6 @@ from fulldepth.hf.checkpoint_folder import check_free, check_target, folder_to_b
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.run_checkpoints import SEAL
 from fulldepth.losses import per_batch_terms
-from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
 from fulldepth.settings import Settings, layer, read
 from fulldepth.settings.keywords import with_progress

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.settings.train import InitializerSettings
 
 CUT = 3.0

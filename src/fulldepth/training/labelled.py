@@ -17,6 +17,9 @@ import torch
 import transformers
 from PIL import Image
 
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import Fingerprint
+from fulldepth.core.progress import Watcher
 from fulldepth.data import DataRecord, Source, open_source, prepare
 from fulldepth.data.labelled import (
     Collator,
@@ -26,11 +29,8 @@ from fulldepth.data.labelled import (
     listed,
     name_classes,
 )
-from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.stream import is_close, relative_error
-from fulldepth.files import Fingerprint
 from fulldepth.hf import evaluating, load_processor
-from fulldepth.progress import Watcher
 from fulldepth.settings.train import AugmentationSettings, DataSettings, TrainSettings
 from fulldepth.training.model import WEIGHTS, build_config, special_tokens
 from fulldepth.training.text import run_tokenizer

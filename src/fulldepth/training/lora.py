@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError, needing
+from fulldepth.core.errors import FulldepthError, needing
 from fulldepth.settings.train import LoraSettings
 
 ADAPTERS = "lora.safetensors"

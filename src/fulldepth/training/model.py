@@ -33,10 +33,10 @@ from transformers import (
 )
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
-from fulldepth import launch
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.core import launch
+from fulldepth.core.errors import FulldepthError, unknown
+from fulldepth.core.files import read_json
 from fulldepth.execution import find_anatomy
-from fulldepth.files import read_json
 from fulldepth.hf import (
     add_exit_heads,
     anatomy_candidates,

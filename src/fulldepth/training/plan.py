@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig
 
-from fulldepth import launch
+from fulldepth.core import launch
 from fulldepth.execution.flops import TokenFlops, forward_flops
 from fulldepth.hf import exit_heads_of, load_tokenizer
 from fulldepth.losses import add_exit_heads

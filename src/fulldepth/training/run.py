@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fulldepth import launch
-from fulldepth.distributed import current
-from fulldepth.errors import StoppedError
+from fulldepth.core import launch
+from fulldepth.core.distributed import current
+from fulldepth.core.errors import StoppedError
+from fulldepth.core.files import check_outside
+from fulldepth.core.progress import Watcher
 from fulldepth.execution import find_anatomy
-from fulldepth.files import check_outside
 from fulldepth.hf import silent
-from fulldepth.progress import Watcher
 from fulldepth.results import Results, versions
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.layers import recorded

@@ -19,19 +19,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import atomic_folder
+from fulldepth.core.progress import Watcher
+from fulldepth.core.targets import IGNORE
+from fulldepth.core.uncertainty import counted
 from fulldepth.data import builtin_texts, conversations, open_documents, pack, train_tokenizer, train_wordpiece
 from fulldepth.data.conversations import CUT_OFF, END, encode_pair
-from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import atomic_folder
 from fulldepth.hf import checkpoint_of, evaluating, find_tokenizer, load_tokenizer
 from fulldepth.losses import ObjectiveMixin
-from fulldepth.progress import Watcher
 from fulldepth.settings.train import TrainSettings
-from fulldepth.targets import IGNORE
 from fulldepth.training.folder import TOKENIZER
 from fulldepth.training.model import build_config, special_tokens
 from fulldepth.training.trainer import RunData, RunMixin, make_objective, trl_module, window_collator
-from fulldepth.uncertainty import counted
 
 MOST_TOKENS = 1 << 20
 """Largest vocabulary of `builtin:N`."""

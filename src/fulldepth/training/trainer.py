@@ -21,15 +21,15 @@ from transformers import PreTrainedConfig, TrainingArguments, default_data_colla
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from fulldepth import launch
+from fulldepth.core import launch
+from fulldepth.core.errors import FulldepthError, needing, unknown
+from fulldepth.core.processor import check_bfloat16
 from fulldepth.data import ShuffledSampler, flatten_windows
 from fulldepth.data.labelled import EpochSampler, LabelledRows
-from fulldepth.errors import FulldepthError, needing, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import checkpoint_of, pick_device
 from fulldepth.losses import METHODS, TERMS, DepthTrainer, Objective, per_batch_terms
 from fulldepth.losses.trainer import AnyTrainer, load_weights
-from fulldepth.processor import check_bfloat16
 from fulldepth.settings.train import ObjectiveSettings, TrainSettings
 from fulldepth.training.lora import load_adapters, save_adapters
 from fulldepth.training.model import built_once

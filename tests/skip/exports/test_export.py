@@ -21,12 +21,12 @@ import tiny_models
 from fulldepth import exit
 from fulldepth.architectures import TESTED_TRANSFORMERS
 from fulldepth.execution import find_anatomy, readers
-from fulldepth.healing import heal
 from fulldepth.hf import skipping
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.export import NOTES, export, load
 from fulldepth.skip.exports.formats import FORMATS, as_stock, decilm
-from fulldepth.skip.heal import refit
+from fulldepth.skip.heal import heal
+from fulldepth.skip.least_squares import refit
 from json_files import read_json, write_json
 from refusals import refused
 from skip import planned
@@ -410,7 +410,7 @@ def test_a_tokenizer_that_does_not_load_again_drops_the_export(tmp_path):
 def test_a_disk_that_is_too_small_is_named_before_the_work(writer, tmp_path, monkeypatch):
     model, plan, _ = prepared("llama", [2])
     monkeypatch.setattr("fulldepth.hf.checkpoint_folder.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    monkeypatch.setattr("fulldepth.healing.refit", lambda *_, **__: pytest.fail("refitted first"))
+    monkeypatch.setattr("fulldepth.skip.heal.refit", lambda *_, **__: pytest.fail("refitted first"))
     runs = {
         "apply": lambda: export(plan, model, "folded", tmp_path / "made", tokenizer=tokenizer()),
         "heal": lambda: heal(plan, model, ["w1 w2"], tmp_path / "made", steps=0),

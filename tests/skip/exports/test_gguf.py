@@ -17,7 +17,6 @@ from cli.conftest import main  # noqa: F401
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.execution.readers import with_llama_cpp
-from fulldepth.healing import heal
 from fulldepth.hf import load_checkpoint
 from fulldepth.results import Results
 from fulldepth.skip import export, load
@@ -25,6 +24,7 @@ from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.formats import gguf as writer
 from fulldepth.skip.exports.formats.checkpoint import Weight
 from fulldepth.skip.exports.formats.gguf import write_gguf
+from fulldepth.skip.heal import heal
 from refusals import refused
 from skip import planned
 from tiny_models import seeded, token_ids
@@ -235,12 +235,12 @@ def test_a_healing_whose_file_fails_is_kept_and_only_the_file_is_made_again(tmp_
     monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
     heal(plan, path, texts, tmp_path / "whole", steps=0, gguf=str(small))
     with monkeypatch.context() as failing:
-        failing.setattr("fulldepth.skip.heal.rehearse", lambda *_, **__: None)  # weights round worse after the work
+        failing.setattr("fulldepth.skip.refit.rehearse", lambda *_, **__: None)  # weights round worse after the work
         failing.setattr("fulldepth.skip.exports.formats.gguf.ROUNDING", -1.0)
         with refused(r"kept in .*healed: the same command, with another --gguf-type .*, writes .* does not heal again"):
             heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(other))
     before = Results.load(tmp_path / "healed").table
-    monkeypatch.setattr("fulldepth.healing.refit", lambda *_, **__: pytest.fail("it was fitted again"))
+    monkeypatch.setattr("fulldepth.skip.heal.refit", lambda *_, **__: pytest.fail("it was fitted again"))
     again = heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(other))
     assert again.table.equals(before)
     assert other.read_bytes() == small.read_bytes()

@@ -14,15 +14,15 @@ import tiny_models
 from families import zoo
 from families.test_cuts import build as deep
 from fulldepth import exit
+from fulldepth.core.errors import FulldepthError
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.healing import heal
 from fulldepth.hf import few_layers, load_checkpoint
 from fulldepth.settings.search import ExportSettings
 from fulldepth.skip import export, load
 from fulldepth.skip.exports import export as exporting
+from fulldepth.skip.heal import heal
 from refusals import refused
 from skip import planned
 from skip.exports.test_gguf import source
@@ -42,7 +42,12 @@ def texts():
 @pytest.fixture
 def idle(monkeypatch):
     """`idle(model)`: no work is done, and the model computes nothing."""
-    for place in ("skip.heal.heldout_losses", "skip.heal._heal", "exit.elastic.read", "exit.elastic.truncated"):
+    for place in (
+        "skip.least_squares.heldout_losses",
+        "skip.least_squares._heal",
+        "exit.elastic.read",
+        "exit.elastic.truncated",
+    ):
         monkeypatch.setattr(f"fulldepth.{place}", lambda *_: pytest.fail("the work was begun"))
     monkeypatch.setattr("fulldepth.skip.exports.export.LARGE", 0, raising=False)
     monkeypatch.setattr("fulldepth.exit.elastic.LARGE", 0, raising=False)
@@ -107,7 +112,7 @@ def test_a_gguf_file_that_cannot_be_written_is_refused_before_the_fit(
     if (free := options.pop("free", None)) is not None:
         usage = SimpleNamespace(free=free)
         monkeypatch.setattr("fulldepth.hf.checkpoint_folder.shutil.disk_usage", lambda _: usage)
-        monkeypatch.setattr("fulldepth.healing.check_free", lambda *_: None)
+        monkeypatch.setattr("fulldepth.skip.heal.check_free", lambda *_: None)
     with refused(words):
         heal(plan, path, texts(), tmp_path / "made", **options | {"gguf": str(tmp_path / options["gguf"])})
     assert [file.name for file in tmp_path.iterdir()] == ["in"]

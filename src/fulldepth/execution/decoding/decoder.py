@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from fulldepth.errors import FulldepthError, names_of, unknown
+from fulldepth.core.errors import FulldepthError, names_of, unknown
 from fulldepth.execution.decoding.loops import decode
 from fulldepth.execution.decoding.options import Options
 from fulldepth.execution.decoding.session import DecodingSession, Stats

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.core.errors import FulldepthError, unknown
 
 RULES = ("confidence", "margin", "entropy", "patience")
 AUTO = "auto"

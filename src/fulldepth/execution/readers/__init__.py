@@ -16,9 +16,9 @@ import pydantic
 import torch
 from torch import Tensor
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.files import reading
 from fulldepth.execution.stream import TOLERANCE, relative_error
-from fulldepth.files import reading
 
 READERS = {"stock": "with_transformers", "carried": "with_transformers", "llama.cpp": "with_llama_cpp"}
 """Reader -> its program. `stock`: transformers alone; `carried`: transformers with the folder's code, without which

@@ -23,11 +23,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fulldepth.architectures import SKIPPED, TESTED_TRANSFORMERS, DeciLMForCausalLM
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import read_document, read_json
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.readers import LOWEST, prove
 from fulldepth.execution.stream import relative_error
-from fulldepth.files import read_document, read_json
 from fulldepth.hf import (
     Anatomy,
     ModelCard,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.stream import relative_error
 from fulldepth.hf import (

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import Anatomy, check_depth, without_layers
 from fulldepth.skip.exports.formats.checkpoint import Draft, as_stock, as_text, carries_code

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.hf import Anatomy, is_offloaded, loaded_weight
 from fulldepth.hf.asked_outputs import make_plain
 from fulldepth.hf.promises import withdraw_promises

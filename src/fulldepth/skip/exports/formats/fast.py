@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulldepth.architectures import SKIPPED
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import Anatomy
 from fulldepth.skip.exports.fold import Folding, heals, prepare

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import Anatomy, cut_config, first_layers, is_offloaded, without_layers

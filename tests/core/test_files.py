@@ -11,7 +11,7 @@ import pydantic
 import pytest
 from hypothesis import given
 
-from fulldepth import files
+from fulldepth.core import files
 from json_files import any_value, write_json
 from refusals import refused
 
@@ -103,7 +103,7 @@ def test_an_exception_leaves_the_old_file_and_nothing_else(tmp_path):
 
 def test_leftovers_of_a_killed_process_go_and_others_stay(tmp_path):
     program = (
-        "import os, sys; from pathlib import Path; from fulldepth import files\n"
+        "import os, sys; from pathlib import Path; from fulldepth.core import files\n"
         "root = Path(sys.argv[1])\n"
         "part = files.temporary_name(root / 'table'); part.write_text('half')\n"
         "part = files.temporary_name(root / 'model'); part.mkdir(); (part / 'weights').write_text('half')\n"
@@ -130,7 +130,7 @@ def test_leftovers_of_a_killed_process_go_and_others_stay(tmp_path):
 
 
 def test_a_folder_is_held_by_one_process(tmp_path):
-    program = "import sys; from fulldepth import files\nwith files.locked(sys.argv[1]): print('in')"
+    program = "import sys; from fulldepth.core import files\nwith files.locked(sys.argv[1]): print('in')"
 
     def enter():
         return subprocess.run(

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from fulldepth.threads import map_threads
+from fulldepth.core.threads import map_threads
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`fulldepth.uncertainty`: samples, groups, errors, intervals and verdicts, against scipy, loops and simulations."""
+"""`core.uncertainty`: samples, groups, errors, intervals and verdicts, against scipy, loops and simulations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fulldepth.uncertainty import (
+from fulldepth.core.uncertainty import (
     bootstrap,
     crossing,
     deal,

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fulldepth import launch
-from fulldepth.errors import one_line
+from fulldepth.core import launch
+from fulldepth.core.errors import one_line
 
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 

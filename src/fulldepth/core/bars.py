@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
-from fulldepth import launch
-from fulldepth.console import PLAIN
-from fulldepth.progress import Watcher
+from fulldepth.core import launch
+from fulldepth.core.console import PLAIN
+from fulldepth.core.progress import Watcher
 
 SECONDS = 15.0
 """Shortest time between two lines in a log file, and between a task's start and its first line."""

@@ -12,12 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny_models
 from cli.conftest import main  # noqa: F401
-from fulldepth import demonstration as module
+from fulldepth.cli import demo as module
+from fulldepth.cli.demo import demo
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
 from fulldepth.data import builtin_texts, train_tokenizer
-from fulldepth.demonstration import demo
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import OtherLoad
-from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from refusals import refused
 

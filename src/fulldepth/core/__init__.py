@@ -1,0 +1,1 @@
+"""What every package uses: errors, files, progress, the console, processes and threads, uncertainty."""

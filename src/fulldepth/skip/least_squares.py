@@ -1,0 +1,468 @@
+r"""`refit`: heals a model without training, by least squares on the weights of the branches that stay.
+
+From the last branch before the first removed one on, every attention and MLP that stays is refitted, in the order of
+the stream, each in the model as refitted so far. Its last projection `W` reads `A`, so that it adds `A W` to the
+residual stream, which is `S` behind it; in the original the stream is `X` there, or behind the removed branches that
+follow. The weights of ridge regression, shrunk towards `W`,
+
+    W' = argmin sum w |S - A W + A W' - X|^2 + lambda |W' - W|^2 = W + (A' w A + lambda I)^-1 A' w (X - S)
+
+over all tokens of the calibration text replace `W`: the model gets no new weights. `w = 1 / |S|^2`, so that tokens of
+a large stream do not dominate. `lambda` is the multiple of the mean eigenvalue of `A' w A` that leaves the smallest sum
+on rows that were not fitted; where none lowers that of `W`, the branch stays as it is.
+
+Source: ReplaceMe (arXiv 2505.02819), which replaces contiguous layers by `W' = W T` in the one branch before them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from fulldepth.architectures import SKIPPED
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
+from fulldepth.data.batches import Example
+from fulldepth.data.examples import Examples, units
+from fulldepth.execution import find_anatomy
+from fulldepth.execution.layer_runner import LayerRunner
+from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS, ScoredBatch
+from fulldepth.execution.verify import check_task, prove
+from fulldepth.hf import (
+    Anatomy,
+    OutputWeights,
+    device_of,
+    evaluating,
+    find_output_weights,
+    is_offloaded,
+    open_model,
+)
+from fulldepth.hf.checkpoint_folder import check_free, check_target
+from fulldepth.hf.model_hash import model_hash
+from fulldepth.settings import layer as layered
+from fulldepth.settings.heal import HealSettings
+from fulldepth.settings.keywords import takes_settings
+from fulldepth.settings.search import PLACES, ExportSettings, HeldoutSettings
+from fulldepth.skip.bench import HeldoutLosses, heldout_losses
+from fulldepth.skip.exports.export import rehearse
+from fulldepth.skip.exports.fold import fold, probes
+from fulldepth.skip.exports.formats import FORMATS, check_format, known_format
+from fulldepth.skip.exports.formats.gguf import Gguf
+from fulldepth.skip.fit import make_batches
+from fulldepth.skip.plan import UNHEALED, Plan, decided, listed_rows, row_of
+from fulldepth.skip.problem import read_data
+
+ROLES = ("attention", "mlp")
+STRENGTHS = (100.0, 30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
+"""Multiples for lambda."""
+READINGS = (LOSS, DIVERGENCE, AGREEMENT)
+FIFTH = 5
+Branch = tuple[int, str]
+"""1-based layer, and `attention` or `mlp`."""
+
+
+class Refit(NamedTuple):
+    """What became of one branch."""
+
+    branch: str
+    """Such as `mlp of layer 3`."""
+    end: str
+    """The branch behind which the stream is matched: the last removed one that follows, or itself."""
+    strength: float | None = None
+    """lambda over the mean eigenvalue; None if the branch stays as it is."""
+    left: float | None = None
+    """Share of the sum of squares that is left on the rows that chose the strength."""
+    reason: str = ""
+    """Why it stays as it is."""
+
+
+@dataclass(frozen=True)
+class Healing:
+    """A model healed in closed form."""
+
+    original: PreTrainedModel
+    model: PreTrainedModel
+    """Removed branches add zeros; scalars are in the weights, which are refitted."""
+    plan: Plan
+    """Of `model`, for `export`."""
+    settings: HealSettings
+    examples: Examples
+    """`heldout`: rows that neither choice nor healing has seen; `train`: all others."""
+    fitting: list[Example]
+    """Rows that weights were fitted on."""
+    choosing: list[Example]
+    """Rows that chose the strength of each ridge."""
+    refits: list[Refit]
+    readings: dict[str, HeldoutLosses]
+    """`loss`, `kl` to the original and `greedy_agreement` with it -> sums of the models `original`, `removed` (scalars
+    included) and `refitted`, on the held-out rows."""
+
+
+@takes_settings(HealSettings)
+def refit(
+    plan: Plan | str | Path,
+    model: str | Path | PreTrainedModel,
+    data: Any,
+    *,
+    settings: HealSettings,
+    watcher: Watcher,
+    tokenizer: Any = None,
+    heldout: Any = None,
+    output: str | Path | None = None,
+) -> Healing:
+    """Heal the model of a plan by least squares on its own weights; see the docstring of this module.
+
+    Data are split by rows or documents. The held-out fifth of `search`, which chose the blocks, chooses the ridges; a
+    fourth of the others is held out to measure on, and the weights are fitted on the rest. Where the plan states the
+    length, number and seed of its sequences, they are the defaults.
+
+    Args:
+        plan: the plan, or its file. Its scalars are folded into the weights first.
+        model: the checkpoint that it was made for, or the loaded model, which does not change (a copy is healed).
+        data: as for `search`.
+        settings: fields of `HealSettings` as keywords, or an instance.
+        watcher: receives progress.
+        tokenizer: as for `search`.
+        heldout: data to measure on instead, with no row that chose the blocks.
+        output: folder that the healed model will be written to; exports are tried there before the work (`rehearse`).
+
+    Raises:
+        FulldepthError: if the plan is for another model, the model's branches cannot be healed (offloaded or quantised
+            weights, norms after the sums, layers that read more than the one before), no format can hold the healed
+            model, or the data cannot be split.
+    """
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    reading = HeldoutSettings.model_fields.keys() - PLACES
+    stored = {name: value for name, value in plan.cost.get("settings", {}).items() if name in reading}
+    settings = layered(HealSettings, stored, settings.model_dump(mode="json", exclude_unset=True))
+    loading = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
+    checkpoint = open_model(model, **loading)
+    original = checkpoint.model
+    if is_offloaded(original):
+        raise FulldepthError("Offloaded weights cannot be healed. Load the model without a device map.")
+    plan.check_model(original)
+    if reason := find_anatomy(original).not_serial:
+        raise FulldepthError(
+            f"{type(original).__name__} cannot be healed: {reason}. Least squares compare one stream layer by layer, "
+            "and training would bring the removed branches back, which stay in the model with weights of zero. "
+            "`fulldepth skip apply --format folded` writes the plan's checkpoint."
+        )
+    own = format_for(plan, original)
+    formats = [settings.format or own] + [own] * bool(settings.steps) + ["gguf"] * bool(settings.gguf)
+    for format in formats:
+        stock = check_format(original, plan, FORMATS[known_format(format)])
+    if settings.gguf is not None:
+        check_target(Path(settings.gguf), Gguf.suffix)
+        check_free(Path(settings.gguf), FORMATS[Gguf.name].least_bytes(stock, plan, settings.gguf_type))
+    if output is not None:
+        _rehearse(plan.changed(**UNHEALED), original, dict.fromkeys(formats), Path(output), settings, tokenizer)
+    with evaluating(original):
+        anatomy = check_task(find_anatomy(original))
+        examples = read_data(checkpoint, anatomy, data, settings, tokenizer=tokenizer, heldout=heldout)
+        fitting, choosing, unseen = split_rows(plan, examples, heldout is not None, settings.seed)
+        healed = copy.deepcopy(original)
+        scales = fold(healed, plan).stream_scale
+        models = {"original": original, "removed": healed}
+        readings = heldout_losses(models, unseen, settings.batch_size, watcher, READINGS)
+        refits = _heal(original, healed, plan, scales, (fitting, choosing), settings.batch_size, watcher)
+        planned = {**plan.document()["model"], "hash": model_hash(healed)}
+        healing = Healing(
+            original,
+            healed,
+            plan.changed(model=planned, **UNHEALED),
+            settings,
+            Examples([*fitting, *choosing], unseen, examples.meta),
+            fitting,
+            choosing,
+            refits,
+            readings,
+        )
+        return with_model(healing, "refitted", healed, watcher)
+
+
+def _rehearse(
+    plan: Plan,
+    model: PreTrainedModel,
+    formats: Iterable[str],
+    output: Path,
+    settings: HealSettings,
+    tokenizer: Any,
+) -> None:
+    """Try the exports of a healing with few layers; in a GGUF file the weights that it changes are rounded."""
+    for format in formats:
+        if format == Gguf.name and settings.gguf is not None:
+            change = partial(_as_if_healed, every=bool(settings.steps and not settings.rank))
+            rounding = ExportSettings(gguf_type=settings.gguf_type)
+            rehearse(plan, model, format, settings.gguf, rounding, change=change)
+        else:
+            rehearse(plan, model, format, output, ExportSettings(), tokenizer or settings.tokenizer)
+
+
+@torch.no_grad()
+def _as_if_healed(model: PreTrainedModel, *, every: bool) -> None:
+    """Change a little what healing changes: all weights, or those of the projections."""
+    anatomy = find_anatomy(model)
+    branches = [(layer, role) for role in ROLES for layer in anatomy.layers_with(role)]
+    outputs = () if every else find_output_weights(anatomy, branches, probes(anatomy)).values()
+    projections = [module for weights in outputs if (module := _projection(model, weights)) is not None]
+    for weight in model.parameters() if every else [module.get_parameter("weight") for module in projections]:
+        weight.mul_(1.01)
+
+
+def format_for(plan: Plan, model: PreTrainedModel) -> str:
+    """The format that holds a plan's model without its removed parts, or else `folded`."""
+    if plan.kind == "layer":
+        return "layer"
+    return "fast" if model.config.get_text_config(decoder=True).model_type in SKIPPED else "folded"
+
+
+def with_model(healing: Healing, label: str, model: PreTrainedModel | Path, watcher: Watcher) -> Healing:
+    """The healing with the losses of a further model or checkpoint on the held-out rows."""
+    own = open_model(model, device=healing.original.device).model.eval()
+    models = {"original": healing.original, label: own}
+    losses = heldout_losses(models, healing.examples.heldout, healing.settings.batch_size, watcher, READINGS)
+    readings = {
+        kind: replace(before, sums={**before.sums, **losses[kind].sums}) for kind, before in healing.readings.items()
+    }
+    return replace(healing, readings=readings)
+
+
+def split_rows(
+    plan: Plan, examples: Examples, separate: bool, seed: int
+) -> tuple[list[Example], list[Example], list[Example]]:
+    """Rows to fit weights on, to choose ridges by, and to measure on.
+
+    Args:
+        plan: lists the rows that chose its blocks.
+        examples: of the data.
+        separate: whether their held-out part was named by the user, to measure on.
+        seed: of the documents that are drawn.
+
+    Raises:
+        FulldepthError: if there are too few documents, or rows to measure on chose the blocks.
+    """
+    documents = sorted({example.document for example in examples.train})
+    share = round(len(documents) / (FIFTH - (not separate)))
+    drawn = set(np.random.default_rng(seed).permutation(documents)[: max(1, share)].tolist())
+    rest, fifth = ([e for e in examples.train if (e.document in drawn) == part] for part in (False, True))
+    choosing, unseen = (fifth, examples.heldout) if separate else (examples.heldout, fifth)
+    known = listed_rows(plan)
+    shared, decision = sum(row_of(example) in known for example in unseen), decided(plan)
+    if separate and shared and decision:
+        raise FulldepthError(
+            f"{shared} of {len(unseen)} held-out rows also {decision}; healing is measured on others. Give other "
+            "held-out data, or none: rows of the data are kept apart then."
+        )
+    unseen = [example for example in unseen if row_of(example) not in known]
+    for rows, use in ((rest, "fit weights on"), (choosing, "choose ridges by"), (unseen, "measure healing on")):
+        if not any(example.predicted for example in rows):
+            raise FulldepthError(
+                f"The data leave no rows to {use}: there are {len(documents)} {units(examples.meta)} besides the "
+                "held-out ones. Give more data, or --heldout."
+            )
+    return rest, choosing, unseen
+
+
+def ends(anatomy: Anatomy, removed: frozenset[Branch]) -> dict[Branch, Branch]:
+    """Branch that stays -> the last removed one of those that follow, or itself; in the order of the stream.
+
+    The first is the last before a removed one. Branches of a parallel block are added to the same stream, so that only
+    the last that stays is taken, and is followed by one that is removed.
+    """
+    parallel, host, found = anatomy.family.design == "parallel", None, dict[Branch, Branch]()
+    first = min(removed, default=(anatomy.num_layers + 1, ""))
+    for layer in range(1, anatomy.num_layers + 1):
+        own = [(layer, role) for role in ROLES if anatomy.part(layer, role) is not None]
+        gone = [branch for branch in own if branch in removed]
+        if parallel:
+            own = [*[branch for branch in own if branch not in removed][-1:], *gone]
+        for branch in own:
+            host = host if branch in removed else branch
+            if host is not None and first <= branch:
+                found[host] = branch
+    return found
+
+
+class _Enough(Exception):  # noqa: N818
+    """The modules have run."""
+
+
+class Walk:
+    """The residual streams of batches in one model, carried on from layer to layer.
+
+    Args:
+        anatomy: of the model.
+        batches: on its device.
+        gone: layers that need not run, because both branches add zeros.
+    """
+
+    def __init__(self, anatomy: Anatomy, batches: Sequence[ScoredBatch], gone: Sequence[int] = ()) -> None:
+        self.runner, self.batches, self.layer = LayerRunner(anatomy, batches[0].inputs), batches, 0
+        self.gone = frozenset(gone)
+        self.states = [self.runner.begin(batch.inputs) for batch in batches]
+        """[B, T, D] of each batch, after `layer` layers."""
+
+    def advance(self, layer: int) -> None:
+        """Run all batches through the layers up to `layer`."""
+        self.states = [self.run(number, layer)[0] for number in range(len(self.batches))]
+        self.layer = layer
+
+    def run(
+        self, number: int, last: int, *modules: nn.Module, whole: bool = True
+    ) -> tuple[Tensor, list[tuple[Any, Tensor]]]:
+        """Run one batch from `self.layer` to layer `last`, without moving there; if not `whole`, up to the modules.
+
+        Returns:
+            The states behind it, or as they were if not `whole`; and the first input of each module (None if it is
+            passed by name) and its output.
+        """
+        seen: dict[nn.Module, tuple[Any, Tensor]] = {}
+
+        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            seen[module] = inputs[0] if inputs else None, output[0] if isinstance(output, tuple) else output
+            if not whole and seen.keys() == set(modules):
+                raise _Enough
+
+        states = self.states[number]
+        self.runner.begin(self.batches[number].inputs)
+        with ExitStack() as hooks, suppress(_Enough):
+            for module in modules:
+                hooks.callback(module.register_forward_hook(keep).remove)
+            states = self.runner.run([n for n in range(self.layer + 1, last + 1) if n not in self.gone], states)
+        return states, [seen[module] for module in modules]
+
+
+class RidgeSums:
+    """The sums over tokens that a ridge regression needs."""
+
+    def __init__(self) -> None:
+        self.gram: Any = 0.0
+        """[K, K] A' w A."""
+        self.cross: Any = 0.0
+        """[K, D] A' w (X - S)."""
+        self.gap: Any = 0.0
+        """sum w |X - S|^2."""
+
+    def add(self, inputs: Tensor, stream: Tensor, wanted: Tensor) -> None:
+        """Add tokens: `[R, K]` A, and `[R, D]` S and X; one without a stream counts nothing."""
+        root = (1 / stream.norm(dim=-1, keepdim=True)).nan_to_num(posinf=0.0)
+        a, gap = inputs * root, (wanted - stream) * root
+        self.gram, self.cross = self.gram + (a.T @ a).double(), self.cross + (a.T @ gap).double()
+        self.gap += gap.double().square().sum()
+
+    def change(self, strength: float) -> Tensor:
+        """`W' - W`, `[K, D]`."""
+        ridge = (strength * self.gram.diagonal().mean()).clamp(min=1e-300)  # inputs may all be 0
+        return torch.linalg.solve(self.gram + ridge * torch.eye(len(self.gram)).to(self.gram), self.cross)
+
+    def left(self, change: Tensor) -> float:
+        """Share of the sum of squares that is left after a change."""
+        return float(1 - (change * (2 * self.cross - self.gram @ change)).sum() / self.gap)
+
+
+def best_change(fitted: RidgeSums, others: RidgeSums) -> tuple[float | None, float, Tensor | None]:
+    """The strength that leaves the smallest share on other rows, that share, and the change; None if none is below 1.
+
+    Strengths are tried from the strongest until the share rises.
+    """
+    best: tuple[float | None, float, Tensor | None] = (None, 1.0, None)
+    for strength in STRENGTHS:
+        change = fitted.change(strength)
+        if not (left := others.left(change)) < best[1]:
+            break
+        best = strength, left, change
+    return best
+
+
+@torch.no_grad()
+def _heal(
+    original: PreTrainedModel,
+    healed: PreTrainedModel,
+    plan: Plan,
+    scales: Sequence[float],
+    rows: tuple[Sequence[Example], Sequence[Example]],
+    batch_size: int,
+    watcher: Watcher,
+) -> list[Refit]:
+    """Refit a model whose removed branches add zeros.
+
+    Args:
+        original: the model before the removal.
+        healed: the model to heal.
+        plan: what was removed.
+        scales: c where the stream of `healed` is that of its plan over c (`Folding.stream_scale`).
+        rows: to fit on, and to choose ridges by.
+        batch_size: sequences in a batch.
+        watcher: receives progress after each branch.
+    """
+    fitted, chosen = ([b.to(device_of(original)) for b in make_batches(part, batch_size)] for part in rows)
+    source, _ = prove(original, fitted[0].inputs)
+    anatomy, _ = prove(healed, fitted[0].inputs)
+    if anatomy.family.design == "post":
+        raise FulldepthError(f"A {type(healed).__name__} cannot be refitted: its norms come after the sums.")
+    removed = frozenset((layer, role) for role in ROLES for layer in plan.lacking(role))
+    pairs = ends(anatomy, removed)
+    weights = find_output_weights(anatomy, pairs, probes(anatomy))
+    gone = [layer for layer in range(1, anatomy.num_layers + 1) if {(layer, role) for role in ROLES} <= removed]
+    there, here = Walk(source, [*fitted, *chosen]), Walk(anatomy, [*fitted, *chosen], gone)
+    done: list[Refit] = []
+    watcher.begin("Refitting", len(pairs))
+    for branch, end in pairs.items():
+        watcher.advance(1)
+        names = (f"{role} of layer {layer}" for layer, role in (branch, end))
+        refit = Refit(next(names), next(names))
+        module, projection = anatomy.part(branch[0], f"{branch[1]}_branch"), _projection(healed, weights[branch])
+        inside = end[1] == "attention" and anatomy.family.design != "parallel"  # between attention and MLP of a layer
+        layer = end[0] - inside
+        sums = RidgeSums(), RidgeSums()
+        there.advance(layer)
+        for number, batch in enumerate(here.batches):
+            if module is None or projection is None:
+                break
+            run = here.run(number, max(layer, branch[0]), module, projection, whole=layer >= branch[0])
+            stream, ((_, added), (inputs, output)) = run
+            if inputs is None or not torch.equal(added.view_as(output), output):
+                projection = None
+                break
+            if layer < branch[0]:
+                stream = stream + anatomy.branch_scale * added
+            wanted = there.states[number]
+            if inside and (attention := source.part(end[0], "attention_branch")) is not None:
+                _, ((_, added),) = there.run(number, end[0], attention, whole=False)
+                wanted = wanted + source.branch_scale * added
+            real = batch.inputs["attention_mask"].bool().flatten()
+            wide = torch.promote_types(stream.dtype, torch.float32)
+            a, s, x = (values.reshape(len(real), -1)[real].to(wide) for values in (inputs, stream, wanted))
+            sums[number >= len(fitted)].add(anatomy.branch_scale * a, s, x / scales[2 * end[0] - inside])
+        if projection is None:
+            done.append(refit._replace(reason="its output is not that of one linear layer of its own"))
+        else:
+            strength, left, change = best_change(*sums)
+            reason = "" if strength else "no ridge leaves less of the difference"
+            done.append(refit._replace(strength=strength, left=left, reason=reason))
+            if change is not None:
+                weight = projection.get_parameter("weight")
+                weight.copy_(weight.double() + (change.T if isinstance(projection, nn.Linear) else change))
+        here.advance(max(layer, here.layer))
+    return done
+
+
+def _projection(model: PreTrainedModel, weights: OutputWeights) -> nn.Module | None:
+    """The linear layer whose weights alone the branch's output is proportional to; None if it is not one, or shared."""
+    paths = {name.rpartition(".")[0] for name in weights.names}
+    module = weights.branch.get_submodule(paths.pop()) if len(paths) == 1 else None
+    if not isinstance(module, nn.Linear | Conv1D):
+        return None
+    uses = sum(weight is module.weight for _, weight in model.named_parameters(remove_duplicate=False))
+    return module if uses == 1 else None
