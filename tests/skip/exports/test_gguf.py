@@ -235,7 +235,9 @@ def test_a_healing_whose_file_fails_is_kept_and_only_the_file_is_made_again(tmp_
     monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
     heal(plan, path, texts, tmp_path / "whole", steps=0, gguf=str(small))
     with monkeypatch.context() as failing:
-        failing.setattr("fulldepth.skip.refit.rehearse", lambda *_, **__: None)  # weights round worse after the work
+        failing.setattr(
+            "fulldepth.skip.least_squares.rehearse", lambda *_, **__: None
+        )  # weights round worse after the work
         failing.setattr("fulldepth.skip.exports.formats.gguf.ROUNDING", -1.0)
         with refused(r"kept in .*healed: the same command, with another --gguf-type .*, writes .* does not heal again"):
             heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(other))
