@@ -129,16 +129,18 @@ def judge(paper: str, name: str, claim: dict[str, Any], runs: Runs, pool: str = 
     seeds = sorted(set.intersection(*map(set, arms)))
     judged = Judged(paper, name, claim, len(seeds))
     if len(seeds) < INDICATION:
-        return judged._replace(reason=f"{len(seeds)} seeds; it takes {INDICATION}")
+        return judged._replace(reason=f"an arm has {len(seeds)} seeds of the {INDICATION} that it takes")
     gate = CLAIMS["gates"].get(claim.get("gate"))
     try:
         if gate:
             level = fmean(number_of(one, gate["number"]) for one in runs[control].values())
             if level < gate["least"]:
-                return judged._replace(reason=f"{gate['number']} of {control} is {level:.2f}, below {gate['least']}")
+                return judged._replace(
+                    reason=f"{gate['name']} of `{control}` is {level:.2f}, below {gate['least']:g}: {gate['meaning']}"
+                )
         values = [[number_of(arm[seed], claim["number"]) for seed in seeds] for arm in arms]
     except KeyError as missing:
-        return judged._replace(reason=f"the runs have no {missing.args[0]}")
+        return judged._replace(reason=f"the runs have no `{missing.args[0]}`")
     others = values[1] if len(values) > 1 else [0.0] * len(seeds)
     differences = [one - other - claim.get("than", 0.0) for one, other in zip(values[0], others, strict=True)]
     test = paired_test(differences)
@@ -155,15 +157,13 @@ def judge(paper: str, name: str, claim: dict[str, Any], runs: Runs, pool: str = 
 
 
 def verdict(judged: Judged, adjusted: float) -> str:
-    """`held`, `not held`, `inconclusive` or `not judged`."""
-    if judged.p is None:
-        return f"not judged: {judged.reason}"
+    """`held`, `not held` or `inconclusive` for a claim that was tested."""
     word = "held" if adjusted < LEVEL else "not held" if judged.against else "inconclusive"
     return word if judged.seeds >= FEWEST else f"{word} (indication, {judged.seeds} seeds)"
 
 
 def table_of(pool: str, runs: Runs) -> list[str]:
-    """The table of a pool, as lines of Markdown."""
+    """The table of a pool's judged claims, and why the others were not judged, as lines of Markdown."""
     every = [
         judge(paper, name, claim, runs, pool)
         for paper, own in CLAIMS["papers"].items()
@@ -171,29 +171,33 @@ def table_of(pool: str, runs: Runs) -> list[str]:
         if pool in CLAIMS["pools"][claim.get("pools", "scratch")]
     ]
     over_all = iter(holm([judged.p for judged in every if judged.p is not None]))
-    lines = [
-        f"## Pool {pool}",
-        "",
-        POOLS[pool].get("about", ""),
-        "",
-        "| claim | number | seeds | difference | bound | p (Holm in the paper, over all) | verdict |",
-        "|---" * 7 + "|",
-    ]
+    rows = []
     for paper in CLAIMS["papers"]:
-        own = [judged for judged in every if judged.paper == paper]
-        adjusted = iter(holm([judged.p for judged in own if judged.p is not None]))
-        for judged in own:
-            p = next(adjusted) if judged.p is not None else 1.0
-            numbers = ["", "", ""]
-            if judged.p is not None:
-                numbers = [
-                    f"{judged.mean:+.4g} ± {judged.deviation:.2g}",
-                    f"{judged.bound:+.4g}",
-                    f"{judged.p:.3g} ({p:.3g}, {next(over_all):.3g})",
-                ]
-            cells = [f"{paper}, {judged.name}: {judged.claim['sentence']}", judged.claim["number"], str(judged.seeds)]
-            lines.append(f"| {' | '.join([*cells, *numbers, verdict(judged, p)])} |")
-    return [*lines, ""]
+        own = [judged for judged in every if judged.paper == paper and judged.p is not None]
+        for judged, adjusted in zip(own, holm([judged.p for judged in own]), strict=True):
+            cells = [
+                judged.claim["sentence"],
+                verdict(judged, adjusted),
+                f"{judged.mean:+.3g} ± {judged.deviation:.2g}",
+                f"{judged.bound:+.3g}",
+                probability(judged.p),
+                f"{probability(adjusted)}, {probability(next(over_all))}",
+                f"{paper}, {judged.name}: `{judged.claim['number']}`, {judged.seeds} seeds",
+            ]
+            rows.append(f"| {' | '.join(cells)} |")
+    head = ["claim", "verdict", "difference", "bound", "p", "Holm: in the paper, over all", "what was compared"]
+    table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows, ""] if rows else []
+    reasons: dict[str, list[str]] = {}
+    for judged in every:
+        if judged.p is None:
+            reasons.setdefault(judged.reason, []).append(f"{judged.paper}, {judged.name}")
+    unjudged = [f"- Not judged, because {reason}: {'; '.join(names)}." for reason, names in reasons.items()]
+    return [f"## Pool {pool}", "", POOLS[pool].get("about", ""), "", *table, *unjudged, ""]
+
+
+def probability(p: float) -> str:
+    """A probability for people."""
+    return "< 0.001" if p < 0.001 else f"{p:.2g}"
 
 
 def composition(pool: str, runs: Runs) -> list[str]:
