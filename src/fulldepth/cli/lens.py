@@ -18,7 +18,8 @@ from fulldepth.settings.measure import LensSettings
 if TYPE_CHECKING:
     import pandas as pd
 
-PALE, DARK = (240, 242, 244), (29, 52, 95)
+PALE = (240, 242, 244)
+DARK = (29, 52, 95)
 """Colours of probabilities 0 and 1."""
 WIDTH = 12
 """Characters of a token."""

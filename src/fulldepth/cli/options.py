@@ -125,7 +125,8 @@ def command(
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             for name, (annotation, default) in entries.items()
         ]
-        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__name__ = function.__name__
+        run.__doc__ = function.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         app.command(name, cls=parser)(run)
@@ -189,7 +190,8 @@ def at_home(value: Any) -> Any:
 
 def _option(name: str, field: FieldInfo, panel: str, negatable: bool) -> Any:
     """Annotation of a Typer option; `negatable` if a recipe may set the default, so that `--no-...` is needed."""
-    found, flag = kinds(field.annotation), f"--{name.replace('_', '-')}"
+    found = kinds(field.annotation)
+    flag = f"--{name.replace('_', '-')}"
     kind = found.pop() if len(found) == 1 and found <= {bool, int, float} else str  # lists and unions are text
     flags = [f"{flag}/--no-{flag[2:]}" if kind is bool and (negatable or field.default is not False) else flag]
     chosen = _choices(field.annotation)

@@ -151,7 +151,8 @@ def _end(code: int, message: str) -> NoReturn:
         start = "python -m fulldepth" if name == "__main__.py" else name
         if launch.world() > 1:
             start = "torchrun ... -m fulldepth"
-        arguments, output = sys.argv[1:], RUNNING.get("output")
+        arguments = sys.argv[1:]
+        output = RUNNING.get("output")
         if RUNNING.get("resumable"):
             arguments = [*arguments, *(["--resume"] if "--resume" not in arguments else [])]
         elif output is not None and not RUNNING.get("overwrites") and is_saved(output):

@@ -84,7 +84,8 @@ class LogLines:
     """
 
     def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self.write, self.clock = write, clock
+        self.write = write
+        self.clock = clock
 
     def watcher(self) -> Watcher:
         """The callbacks."""
@@ -92,7 +93,9 @@ class LogLines:
 
     def begin(self, title: str, total: int) -> None:
         """Start a task."""
-        self.title, self.total, self.done = title, total, 0
+        self.title = title
+        self.total = total
+        self.done = 0
         self._start = self._written = self.clock()
 
     def advance(self, done: int) -> None:
@@ -101,7 +104,8 @@ class LogLines:
         """
         self.done += done
         now = self.clock()
-        elapsed, left = now - self._start, self.total - self.done
+        elapsed = now - self._start
+        left = self.total - self.done
         ends = done > 0 and left <= 0 and elapsed >= SECONDS
         if ends or now - self._written >= max(SECONDS, GROWTH * elapsed):
             clock, rest = (timedelta(seconds=round(span)) for span in (elapsed, elapsed * left / (self.done or 1)))

@@ -293,7 +293,8 @@ def check_outside(output: str | Path | None, *data: Any) -> None:
     """
     for one in data if output is not None else ():
         if isinstance(one, str | Path) and Path(one).is_dir():
-            folder, target = Path(one).resolve(), Path(str(output)).resolve()
+            folder = Path(one).resolve()
+            target = Path(str(output)).resolve()
             if target == folder or folder in target.parents:
                 raise FulldepthError(
                     f"The output {output} lies in the folder of the data, {one}, so results there would be read as "

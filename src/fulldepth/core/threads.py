@@ -39,7 +39,8 @@ def map_threads(function: Callable[[Item], Result], items: Iterable[Item], *tens
     workers = min(threads, len(todo))
     if workers < 2 or any(tensor.device.type != "cpu" for tensor in tensors):
         return [function(item) for item in todo]
-    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()
+    grad = torch.is_grad_enabled()
 
     def call(item: Item) -> Result:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad):

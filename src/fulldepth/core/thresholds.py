@@ -4,7 +4,8 @@ import math
 
 LARGE_JUMP = 10.0
 """Jump rate in per cent from which a jump is large. Source: "JREG: final-layer jumps"."""
-COPY, NOISE = 0.7, 0.3
+COPY = 0.7
+NOISE = 0.3
 """Mean coherence above which a sub-layer mostly copies its input, and below which its output is mostly noise."""
 IDLE = 0.02
 """Mean displacement below which a layer is said to do little: an angle of 16.3 degrees."""

@@ -112,7 +112,8 @@ def ratio_influence(sums: ArrayLike, weights: ArrayLike) -> Array:
 
     NaN for a group without weight, which does not count as one.
     """
-    s, w = np.asarray(sums, dtype=np.float64), np.asarray(weights, dtype=np.float64)
+    s = np.asarray(sums, dtype=np.float64)
+    w = np.asarray(weights, dtype=np.float64)
     total = w.sum(0)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(np.broadcast_to(w, s.shape) > 0, (s - s.sum(0) / total * w) / total, np.nan)
@@ -183,11 +184,13 @@ def crossing(sums: ArrayLike, weights: ArrayLike) -> tuple[int, int] | None:
 
     Source: Woodruff, "Confidence intervals for medians and other position measures" (1952).
     """
-    s, w = np.asarray(sums, np.float64), np.asarray(weights, np.float64)[:, None]
+    s = np.asarray(sums, np.float64)
+    w = np.asarray(weights, np.float64)[:, None]
     error = error_of(ratio_influence(s, w))
     if not np.isfinite(error).all():
         return None
-    mean, far = s.sum(0) / w.sum(), quantile(int((w > 0).sum())) * error
+    mean = s.sum(0) / w.sum()
+    far = quantile(int((w > 0).sum())) * error
     low, high = (np.append(np.flatnonzero(bound <= 0), s.shape[1] - 1)[0] for bound in (mean - far, mean + far))
     return int(low), int(high)
 
@@ -201,7 +204,8 @@ def measurable(differences: ArrayLike, errors: ArrayLike) -> NDArray[np.bool_]:
 
     Source: Holm, "A simple sequentially rejective multiple test procedure" (1979), at the risk of 2 standard errors.
     """
-    d, e = np.atleast_1d(np.asarray(differences, np.float64)), np.atleast_1d(np.asarray(errors, np.float64))
+    d = np.atleast_1d(np.asarray(differences, np.float64))
+    e = np.atleast_1d(np.asarray(errors, np.float64))
     with np.errstate(divide="ignore", invalid="ignore"):
         z = np.where(np.isfinite(e) & np.isfinite(d), np.where(d == 0, 0.0, np.abs(d) / e), 0.0)
     return holm(2 * scipy.special.ndtr(-z)) < 2 * scipy.special.ndtr(-SIGNIFICANT)

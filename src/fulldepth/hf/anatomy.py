@@ -47,7 +47,8 @@ def no_single_class(config: Any) -> str | None:
     """Why a classifier with this configuration does not predict one class out of several (a regression, or several
     classes at a time); None if it does.
     """
-    number, problem = getattr(config, "num_labels", 2), getattr(config, "problem_type", None)
+    number = getattr(config, "num_labels", 2)
+    problem = getattr(config, "problem_type", None)
     if number >= 2 and problem not in ("regression", "multi_label_classification"):
         return None
     return f"does not predict one class out of several (num_labels {number}, problem_type {problem})"
@@ -221,7 +222,8 @@ class Anatomy:
     @property
     def head(self) -> Head | None:
         """The path from `h_L` to the logits; None for models without a prediction head."""
-        heads, kind = self.family.heads or {}, type(self.model).__name__
+        heads = self.family.heads or {}
+        kind = type(self.model).__name__
         return next((head for suffix, head in heads.items() if kind.endswith(suffix)), None)
 
     def head_modules(self, head: Head) -> list[nn.Module]:
@@ -313,7 +315,8 @@ def is_adapted(module: nn.Module) -> bool:
 
 def stacked_experts(module: nn.Module) -> dict[str, nn.Parameter]:
     """Name -> parameter `[E, m, n]` of a module that stores the matrices of E experts as one; empty for others."""
-    count, kind = getattr(module, "num_experts", None), type(module).__name__.lower()
+    count = getattr(module, "num_experts", None)
+    kind = type(module).__name__.lower()
     own = module.named_parameters(recurse=False)
     return {name: p for name, p in own if p.ndim == 3 and (len(p) == count or (count is None and "expert" in kind))}
 
@@ -373,7 +376,8 @@ def _located(model: PreTrainedModel, row: Family) -> Family | None:
 
 def _described(anatomy: Anatomy) -> Anatomy:
     """An anatomy from the settings, after a check that its paths exist."""
-    family, kind = anatomy.family, type(anatomy.model).__name__
+    family = anatomy.family
+    kind = type(anatomy.model).__name__
     for name, start in (("body", anatomy.model), ("blocks", anatomy.body), ("final_norm", anatomy.body)):
         path = getattr(family, name)
         try:

@@ -44,7 +44,9 @@ class HeadOfLayer(nn.Module):
 
     def __init__(self, module: nn.Module, inner: str, replaced: nn.Module) -> None:
         super().__init__()
-        self.module, self.inner, self.replaced = module, inner, replaced
+        self.module = module
+        self.inner = inner
+        self.replaced = replaced
 
     def forward(self, states: Tensor) -> Tensor:
         """The logits for the module's input."""
@@ -65,7 +67,8 @@ def output_layer(anatomy: Anatomy) -> Output:
         FulldepthError: if the model has no head that is known, or one that ends in no ordinary linear layer, or is a
             detector.
     """
-    kind, head = type(anatomy.model).__name__, anatomy.head
+    kind = type(anatomy.model).__name__
+    head = anatomy.head
     named: Any = anatomy.model.get_output_embeddings() if head is None else None
     if type(named) is nn.Linear:
         return named, "", named
@@ -134,7 +137,8 @@ def check_exit_heads(*candidates: Anatomy) -> None:
 
 def _misfit(anatomy: Anatomy) -> str | None:
     """Why exit heads do not fit; None if they do, or there are none."""
-    model, last = anatomy.model, anatomy.num_layers - 1
+    model = anatomy.model
+    last = anatomy.num_layers - 1
     if not has_exit_heads(model):
         return None
     heads = exit_heads_of(model)
@@ -215,7 +219,8 @@ def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
     if not has_exit_heads(anatomy.model):
         return
     check_exit_heads(anatomy)
-    last, weights = cut.num_layers, _named(anatomy.model)
+    last = cut.num_layers
+    weights = _named(anatomy.model)
     _, _, output = output_layer(cut)
     if last < anatomy.num_layers:
         output.weight = weights[f"{HEADS}.{last}.weight"]

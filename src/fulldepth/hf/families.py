@@ -174,7 +174,8 @@ class Family:
             return pydantic.TypeAdapter(cls).validate_python(document)
         except pydantic.ValidationError as error:
             problem = error.errors(include_url=False)[0]
-            where, value = problem["loc"][-1], one_line(repr(problem["input"]), 60)
+            where = problem["loc"][-1]
+            value = one_line(repr(problem["input"]), 60)
             raise FulldepthError(f"anatomy.{where} is {value}: {problem['msg']}.") from error
 
 

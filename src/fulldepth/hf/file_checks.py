@@ -22,7 +22,9 @@ from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import read_json, reading
 
 ADAPTER = "adapter_config.json"
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -59,7 +61,8 @@ SPARE_ELEMENTS = 1 << 28
 """Elements that a model may have beyond those in its weight files: masks, position tables."""
 ELEMENTS_PER_BYTE = 4
 """Most weights in a stored byte: quantised to two bits."""
-SPARE_MODULES, MODULES_PER_TENSOR = 10_000, 200
+SPARE_MODULES = 10_000
+MODULES_PER_TENSOR = 200
 
 UNREAD = r"(^|\.)position_ids$"
 """Integer tensors in old checkpoints that models no longer read."""
@@ -195,7 +198,8 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
                         f"{path} holds {one_line(tensor, 200)!r}, which another file of {where} also holds."
                     )
                 stored = file.get_slice(tensor)
-                dtypes[tensor], files[tensor] = stored.get_dtype(), name
+                dtypes[tensor] = stored.get_dtype()
+                files[tensor] = name
                 elements += prod(stored.get_shape())
         size += path.stat().st_size
     return Weights(dtypes, size, elements, files=files)

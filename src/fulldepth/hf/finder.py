@@ -165,7 +165,8 @@ def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse:
     mlp = next((name for name in branches if MLP.search(name)), None)
     mlp_branch = mlp
     if mlp is None and {"fc1", "fc2"} <= children.keys():  # OPT keeps its MLP in the block itself
-        mlp, mlp_branch = "fc1", "fc2"
+        mlp = "fc1"
+        mlp_branch = "fc2"
     value = None
     if attention:
         names = [name for name, _ in block.get_submodule(attention).named_modules() if VALUE.search(name)]

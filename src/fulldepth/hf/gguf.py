@@ -31,7 +31,8 @@ from fulldepth.core.errors import FulldepthError, names_of, one_line
 from fulldepth.core.files import reading
 from fulldepth.hf.file_checks import Weights, check_numbers
 
-SUFFIX, PACKAGE = ".gguf", "package:"
+SUFFIX = ".gguf"
+PACKAGE = "package:"
 SIZES = {
     "context_length": "max_position_embeddings",
     "attention.key_length": "head_dim",
@@ -64,7 +65,8 @@ GPT2_RULE = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docli
 """Pre-tokenizers equal to GPT-2's rule, which is transformers' default for unknown ones."""
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Number of a metadata type -> its `struct` format."""
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 ALIGNMENT = 32
 """Multiple of bytes at which tensors begin, unless the file states another."""
 ABSENT = (-1, 2**32 - 1)
@@ -124,10 +126,13 @@ class _Reader:
     """Reads a GGUF file front to back; every count ends with the file."""
 
     def __init__(self, path: Path, data: mmap) -> None:
-        self.path, self.data, self.position = path, data, 0
+        self.path = path
+        self.data = data
+        self.position = 0
 
     def header(self) -> Header:
-        magic, (version,) = self._bytes(4), self._numbers("I")
+        magic = self._bytes(4)
+        (version,) = self._numbers("I")
         if magic != b"GGUF" or version not in (2, 3):
             raise FulldepthError(
                 f"{self.path} is no GGUF file of version 2 or 3 in little-endian order: it starts with {magic!r} and "
@@ -141,7 +146,8 @@ class _Reader:
                 "one by one. Join them with llama.cpp (`llama-gguf-split --merge FIRST-PART MERGED.gguf`) and name the "
                 "merged file."
             )
-        shapes, places = {}, {}
+        shapes = {}
+        places = {}
         for _ in range(tensors):
             name = self._string().decode()
             shapes[name] = self._numbers("Q", *self._numbers("I"))[::-1]

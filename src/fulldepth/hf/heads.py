@@ -99,20 +99,23 @@ class Classifier:
                 if anatomy.searches_head
                 else f"{kind} has no prediction head."
             )
-        self.anatomy, self.head = anatomy, anatomy.head
+        self.anatomy = anatomy
+        self.head = anatomy.head
         try:
             self.modules: list[Any] = [*anatomy.head_modules(self.head)]
         except AttributeError as error:
             raise FulldepthError(f"{type(anatomy.model).__name__} has no head where expected: {error}.") from error
         config = text_config(anatomy.model.config, decoder=True)
         self.softcap = getattr(config, "final_logit_softcapping", None) if self.head.capped else None
-        multiplier, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
+        multiplier = getattr(config, "logit_scale", None)
+        divisor = getattr(config, "logits_scaling", None)
         scale = float(multiplier) if multiplier is not None else 1 / float(divisor) if divisor else 1.0
         self.scale = scale if self.head.scale is None else self.head.scale
         if self.head.scaled_if is not None and getattr(config, self.head.scaled_if, False):
             self.scale *= float(config.d_model) ** -0.5
         if not self.per_token:  # these belong to language heads; classes of one prediction a sample have neither
-            self.softcap, self.scale = None, 1.0
+            self.softcap = None
+            self.scale = 1.0
         self.norm: Callable[[Tensor], Tensor] | None = None
         """In place of the final norm's module."""
         self.exits: dict[int, Any] = layer_heads(anatomy) if exit_heads else {}
@@ -173,7 +176,8 @@ class Classifier:
         possible. Reusing one buffer keeps the logits in cache: new memory costs a fifth of the product itself.
         """
         last = self.modules[-1]
-        weight, bias = last.weight[classes], None if last.bias is None else last.bias[classes]
+        weight = last.weight[classes]
+        bias = None if last.bias is None else last.bias[classes]
 
         def logits(prepared: Tensor, out: Tensor) -> Tensor:
             product = out[: len(prepared) * len(weight)].view(len(prepared), len(weight))
@@ -289,13 +293,15 @@ class DetectionHeads:
         anatomy: Anatomy = classifier.anatomy
         if anatomy.family.box_head is None:
             raise FulldepthError(f"{type(anatomy.model).__name__} has no box head known here.")
-        self.anatomy, self.classifier = anatomy, classifier
+        self.anatomy = anatomy
+        self.classifier = classifier
         self.box_head: Any = anatomy.model.get_submodule(anatomy.family.box_head)
 
     def after_forward(self) -> Self:
         """Heads for use between the model's forward and backward pass, see `Classifier.after_forward`."""
         if uses_fsdp(self.anatomy.model):
-            self.classifier, self.box_head = self.classifier.after_forward(), GatheredModule(self.box_head)
+            self.classifier = self.classifier.after_forward()
+            self.box_head = GatheredModule(self.box_head)
         return self
 
     def read(self, state: Tensor, layer: int) -> tuple[Tensor, Tensor]:

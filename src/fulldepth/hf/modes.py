@@ -41,7 +41,8 @@ def frozen(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def silent(level: int = logging.CRITICAL) -> Iterator[None]:
     """Messages of transformers below `level`, and its progress bars, are not shown inside `with`."""
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    before = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(level)
     logging.disable_progress_bar()
     try:

@@ -66,10 +66,12 @@ def _inherited(source: str | None) -> dict[str, Any]:
         card = Path(source) / CARD
         if gguf is not None:
             stated = read_header(gguf).metadata
-            license_name, languages = stated.get("general.license"), stated.get("general.languages")
+            license_name = stated.get("general.license")
+            languages = stated.get("general.languages")
         elif card.is_file():
             stated = metadata_load(card) or {}
-            license_name, languages = stated.get("license"), stated.get("language")
+            license_name = stated.get("license")
+            languages = stated.get("language")
         else:
             validate_repo_id(source)  # a ValueError for other names
             return {"base_model": source} if source.count("/") == 1 and not Path(source).exists() else {}

@@ -144,11 +144,13 @@ def settle_checkpoints(run: str | Path) -> list[Path]:
     Raises:
         OSError: if something cannot be removed or renamed.
     """
-    folder, renamed = Path(run), []
+    folder = Path(run)
+    renamed = []
     sealed = sealed_checkpoints(folder)
     for _, path in sealed:
         (path / UNFINISHED).unlink(missing_ok=True)  # the run was killed before the mark was removed
-    last, complete = (sealed[-1][0] if sealed else -1), {path for _, path in sealed}
+    last = sealed[-1][0] if sealed else -1
+    complete = {path for _, path in sealed}
     for step, path in _numbered(folder):
         if path in complete:
             continue
@@ -156,7 +158,8 @@ def settle_checkpoints(run: str | Path) -> list[Path]:
         if unfinished and step > last:
             shutil.rmtree(path)
         else:
-            free, number = folder / f"unsealed-{path.name}", 1
+            free = folder / f"unsealed-{path.name}"
+            number = 1
             while free.exists() or free.is_symlink():
                 number += 1
                 free = folder / f"unsealed-{path.name}-{number}"

@@ -118,7 +118,8 @@ class Scalars(nn.Module):
                 for layer, values in mapping.items()
                 for name, value in values.items()
             }
-            layers, parts = range(1, num_layers + 1), ("attention", "mlp") if granularity == "any" else (granularity,)
+            layers = range(1, num_layers + 1)
+            parts = ("attention", "mlp") if granularity == "any" else (granularity,)
             blocks = [Block(layer, part) for layer in layers for part in parts]
             skipped = [block for block in blocks if (block.layer, GONE[block.part][0]) not in tensors]
             scalars = cls(num_layers, skipped, granularity)

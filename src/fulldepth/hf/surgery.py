@@ -67,7 +67,8 @@ class Switches:
 
     def __init__(self, anatomy: Anatomy, granularity: str = "attention") -> None:
         blocks_of((), granularity, anatomy.num_layers)
-        family, config = anatomy.family, anatomy.model.config
+        family = anatomy.family
+        config = anatomy.model.config
         attentions = filter(None, (anatomy.part(layer, "attention") for layer in range(1, anatomy.num_layers + 1)))
         causal = all(getattr(m, "is_causal", True) is not False for part in attentions for m in part.modules())
         obstacles = {
@@ -151,7 +152,9 @@ class Switches:
     def __exit__(self, *exception: object) -> None:
         for layer in list(self._replaced):
             self._replaced.pop(layer).close()
-        self.skipped, self._scalars, self._ports = frozenset(), None, {}
+        self.skipped = frozenset()
+        self._scalars = None
+        self._ports = {}
         _SWITCHED.discard(self.anatomy.block_list)
 
     def skip(self, removed: Iterable[int | Block]) -> None:
@@ -186,7 +189,8 @@ class Switches:
     def _apply(self, layer: int) -> None:
         """Replace the functions of one layer according to skipped layers and scalars."""
         self._replaced.pop(layer, ExitStack()).close()
-        block, skipped = self.anatomy.blocks[layer - 1], sorted(b.part for b in self.skipped if b.layer == layer)
+        block = self.anatomy.blocks[layer - 1]
+        skipped = sorted(b.part for b in self.skipped if b.layer == layer)
         factors = None if self._scalars is None else self._scalars.get(layer)
         if factors is not None and set(factors) != set(factor_names(self.skipped, layer)):
             # An error only when the layer runs: skipped layers and scalars are set one after the other.
@@ -208,9 +212,11 @@ class Switches:
             self._replace(layer, port.part, partial(_without, port.outputs, index, part == "layer"))
             if port.branch is not port.part:
                 self._replace(layer, port.branch, partial(_without, 0, None, False))
-        mixer, parallel = _Mixer(self.anatomy, block, factors or {}), self.anatomy.family.design == "parallel"
+        mixer = _Mixer(self.anatomy, block, factors or {})
+        parallel = self.anatomy.family.design == "parallel"
         for role in ROLES if factors else ():
-            port, mixes = self._ports[layer][role], ROLES[role][0] in mixer.factors
+            port = self._ports[layer][role]
+            mixes = ROLES[role][0] in mixer.factors
             # In parallel blocks the stream is noted before attention, for both parts.
             if role == "attention" if parallel else mixes:
                 reader = port.norm or port.part
@@ -245,7 +251,9 @@ class _Mixer:
     """Applies one layer's factors: replaces a branch's output so that the block's own sum is the scaled one."""
 
     def __init__(self, anatomy: Anatomy, block: nn.Module, factors: dict[str, nn.Parameter]) -> None:
-        self.factors, self.block, self.scale = factors, block, anatomy.branch_scale
+        self.factors = factors
+        self.block = block
+        self.scale = anatomy.branch_scale
         self.continues = anatomy.family.design == "parallel" and "b_mlp" in factors
         """Whether attention leaves the stream to the MLP."""
         parts = {anatomy.family.attention, anatomy.family.mlp}
@@ -267,7 +275,8 @@ class _Mixer:
     def mix(self, role: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The branch's output `b A + (s - 1) x`, so that the block's own sum is `b A + s x`."""
         output = forward(*args, **kwargs)
-        stream, self.stream = self.stream, None
+        stream = self.stream
+        self.stream = None
         if stream is None:
             raise FulldepthError("Scalars cannot be used: this model computes its MLP before its attention.")
         if self.drops_out and self.block.training:
@@ -349,7 +358,8 @@ def _ports_of_layer(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, A
     stream, output = first[block]
     ports = {"layer": Port(block, block, None, False, len(output) if isinstance(output, tuple) else 0)}
     for role in ROLES:
-        part, branch = anatomy.part(layer, role), anatomy.part(layer, f"{role}_branch")
+        part = anatomy.part(layer, role)
+        branch = anatomy.part(layer, f"{role}_branch")
         if part is None or branch is None:
             continue
         if not {part, branch} <= first.keys():

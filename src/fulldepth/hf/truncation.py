@@ -98,7 +98,9 @@ def first_layers(anatomy: Anatomy, layers: int) -> PreTrainedModel:
     if not 1 <= layers <= anatomy.num_layers:
         raise _refusal(anatomy, remaining, f"it has {anatomy.num_layers} layers")
     check_depth(anatomy)
-    whole, order, first = anatomy.model, anatomy.order, [*anatomy.block_list][:layers]
+    whole = anatomy.model
+    order = anatomy.order
+    first = [*anatomy.block_list][:layers]
     obstacles = {
         "it is an encoder-decoder": bool(getattr(whole.config, "is_encoder_decoder", False)),
         "its layers share modules": (bool(order) and order != tuple(range(len(anatomy.block_list))))
@@ -152,8 +154,10 @@ def without_layers(anatomy: Anatomy, remaining: Sequence[int]) -> PreTrainedMode
 
 
 def _refusal(anatomy: Anatomy, remaining: Sequence[int], reason: str) -> FulldepthError:
-    kind, inner = type(anatomy.model).__name__, anatomy.config
-    shared, rules = getattr(inner, SHARED, 0), [name for name in PERIODS if getattr(inner, name, None)]
+    kind = type(anatomy.model).__name__
+    inner = anatomy.config
+    shared = getattr(inner, SHARED, 0)
+    rules = [name for name in PERIODS if getattr(inner, name, None)]
     if [*remaining] == [*range(1, len(remaining) + 1)]:
         what = f"its first {len(remaining)} layers"
     else:
@@ -215,7 +219,8 @@ def check_depth(anatomy: Anatomy) -> None:
     Raises:
         FulldepthError: with both numbers.
     """
-    model, blocks = anatomy.model, anatomy.block_list
+    model = anatomy.model
+    blocks = anatomy.block_list
     path = next(name for name, module in model.named_modules() if module is blocks)
     made = len(blocks)
     with torch.random.fork_rng(devices=[]), init_empty_weights(), suppress(Exception):  # a class may refuse anything
@@ -245,7 +250,8 @@ def _changes(anatomy: Anatomy, entries: Mapping[str, Any], remaining: Sequence[i
     Lists with one entry per layer are cut, lists and mappings of layer numbers renumbered, numbers of layers from the
     first one or to the last one (`num_kv_shared_layers`) counted again.
     """
-    calls, left = anatomy.num_layers, len(remaining)
+    calls = anatomy.num_layers
+    left = len(remaining)
     changes: dict[str, Any] = {name: left for name in _depth_names(anatomy.config) if entries.get(name) == calls}
     for name, value in entries.items():
         if name in LISTS_OF_LAYERS and isinstance(value, list):
@@ -253,7 +259,8 @@ def _changes(anatomy: Anatomy, entries: Mapping[str, Any], remaining: Sequence[i
         elif isinstance(value, list) and len(value) == calls and not name.endswith(NOT_PER_LAYER):
             changes[name] = [value[layer - 1] for layer in remaining]
         elif name in BY_NUMBER and isinstance(value, dict):
-            first, by_number = BY_NUMBER[name], {int(key): entry for key, entry in value.items()}
+            first = BY_NUMBER[name]
+            by_number = {int(key): entry for key, entry in value.items()}
             numbers = {layer - 1 + first: new + first for new, layer in enumerate(remaining)}
             changes[name] = {str(numbers[number]): entry for number, entry in by_number.items() if number in numbers}
         elif name in FIRST and isinstance(value, int):
@@ -284,7 +291,9 @@ def _changes(anatomy: Anatomy, entries: Mapping[str, Any], remaining: Sequence[i
 
 def _groups_left(anatomy: Anatomy, remaining: Sequence[int]) -> int:
     """Number of groups of weights that the layers of ALBERT use; call i runs group i * groups // calls."""
-    groups, calls, left = len(anatomy.block_list), anatomy.num_layers, len(remaining)
+    groups = len(anatomy.block_list)
+    calls = anatomy.num_layers
+    left = len(remaining)
     used = (left - 1) * groups // calls + 1
     if any(call * groups // calls != call * used // left for call in range(left)):
         reason = f"its {calls} layers share {groups} groups of weights; use {calls // groups} or a multiple of it"
@@ -310,7 +319,8 @@ def _sharing(anatomy: Anatomy, config: PreTrainedConfig, remaining: Sequence[int
     for name, tensor in named:
         path, _, attribute = name.rpartition(".")
         source = numbered.sub(lambda found: f"{prefix}.{remaining[int(found[1])] - 1}.", name, count=1)
-        owner, shared = cut.get_submodule(path), own.get(source)
+        owner = cut.get_submodule(path)
+        shared = own.get(source)
         same = shared is not None and shared.shape == tensor.shape
         if attribute in owner._buffers:
             owner._buffers[attribute] = shared if same else tensor.to(device)

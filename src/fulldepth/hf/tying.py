@@ -98,7 +98,8 @@ def stores_apart(checkpoint: str, model: PreTrainedModel) -> bool:
             return file.get_tensor(keys[name])
 
     for target, source in ties.items():
-        one, other = read(target), read(source)
+        one = read(target)
+        other = read(source)
         if one is not None and other is not None and not torch.equal(one.double(), other.double()):
             return True
     return False

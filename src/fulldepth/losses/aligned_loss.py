@@ -94,7 +94,8 @@ class LayerwiseLoss(Term):
         self, context: Context, states: Sequence[Tensor], heads: Sequence[Classifier], labels: Tensor
     ) -> Tensor:
         """Loss of a classifier of sequences or images, from the states that its head reads."""
-        dtype, device = statistics_dtype(*states), states[-1].device
+        dtype = statistics_dtype(*states)
+        device = states[-1].device
         total = torch.zeros((), dtype=dtype, device=device)
         for share, state, head in zip(layer_weights(self.weights, len(states)), states, heads, strict=True):
             if not share:
@@ -236,7 +237,8 @@ def aligned_loss(
             f"with positions={positions:g}"
         )
     shares = layer_weights(weights, len(hidden_states))
-    device, dtype = last.device, statistics_dtype(*hidden_states)
+    device = last.device
+    dtype = statistics_dtype(*hidden_states)
     labels = labels.to(device).flatten()
     labelled = (labels != ignore_index).nonzero()[:, 0]
     number = math.ceil(positions * len(labelled))

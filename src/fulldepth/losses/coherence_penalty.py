@@ -42,7 +42,8 @@ class CoherencePenalty(LayerTerm):
 
     def of_layer(self, context: Context, layer: int) -> Tensor:
         """`coherence_penalty` of the attention sub-layer."""
-        inputs, outputs = context.states["attention_input"], context.states["attention_output"]
+        inputs = context.states["attention_input"]
+        outputs = context.states["attention_output"]
         return coherence_penalty(
             inputs[layer],
             outputs[layer],
@@ -107,14 +108,16 @@ def coherence_penalty(
     if h_out.shape[1] < 2:
         raise FulldepthError(f"the coherence penalty needs at least two positions, got {h_out.shape[1]}")
     shape = (2 + layer / 2, math.sqrt(num_layers - layer), eps)
-    dtype, width = statistics_dtype(h_in, h_out), h_out.shape[-1]
+    dtype = statistics_dtype(h_in, h_out)
+    width = h_out.shape[-1]
     size = block_size(h_out[..., 0].numel(), h_out.device)
     parts = (
         recomputed(_spectra, x, y, *shape, dtype, energy)
         for x, y in zip(h_in.to(h_out.device).split(size, -1), h_out.split(size, -1), strict=True)
     )
     sums, excesses = zip(*parts, strict=True)
-    spectra, excess = torch.cat(sums, 1), torch.stack(excesses).sum()
+    spectra = torch.cat(sums, 1)
+    excess = torch.stack(excesses).sum()
     sequences = excess.new_tensor(float(len(h_out)))
     if reduce is not None:
         spectra = reduce(spectra)

@@ -56,7 +56,8 @@ class Distillation(Term):
             )
         opened = open_model(self.teacher, device=device_of(anatomy.model))
         self._teacher = teacher = Classifier(find_anatomy(opened.model))
-        ours, theirs = anatomy.vocab_size, teacher.anatomy.vocab_size
+        ours = anatomy.vocab_size
+        theirs = teacher.anatomy.vocab_size
         if ours != theirs or teacher.anatomy.task != anatomy.task:
             padded = (
                 " If both have the same tokenizer, the larger vocabulary is padded with rows without tokens: enlarge "
@@ -85,7 +86,9 @@ class Distillation(Term):
         Raises:
             FulldepthError: if the batch has no labels.
         """
-        labels, logits, teacher = context.task.labels(context.batch), context.logits, self._teacher
+        labels = context.task.labels(context.batch)
+        logits = context.logits
+        teacher = self._teacher
         if labels is None or logits is None or teacher is None:
             raise FulldepthError("distillation needs `labels` in the batch, and a model that returns logits.")
         model = teacher.anatomy.model.to(logits.device)  # type: ignore[arg-type]

@@ -102,7 +102,8 @@ def jump_weights(num_layers: int, alpha: float = 1.0) -> Tensor:
 def mean_displacement(previous: Tensor, current: Tensor, mask: Tensor | None) -> Tensor:
     """Mean displacement of the masked tokens that have a direction, a scalar; 0 without any."""
     dtype = statistics_dtype(previous, current)
-    before, after = previous.to(current.device, dtype), current.to(dtype)
+    before = previous.to(current.device, dtype)
+    after = current.to(dtype)
     with torch.no_grad():  # NaN states have a direction, so that they show in the loss
         counted = (before.norm(dim=-1) != 0) & (after.norm(dim=-1) != 0)  # [B, T]
         if mask is not None:
@@ -131,7 +132,8 @@ class Displacements:
             self.value = jump_penalty(states, alpha, mask)
         self._states: list[Tensor | None] = [state.detach() for state in states]
         self._versions = [state._version for state in states]
-        self._weights, self._mask = jump_weights(len(states) - 1, alpha).tolist(), mask
+        self._weights = jump_weights(len(states) - 1, alpha).tolist()
+        self._mask = mask
         self._upstream: Tensor | None = None
         self._from_above: Tensor | None = None
         self._next = len(states) - 1
@@ -161,7 +163,9 @@ class Displacements:
             return None
         if layer < self._next:
             raise FulldepthError(f"The gradients of the states arrived out of order at h_{layer}.")
-        self._next, added, self._from_above = layer - 1, self._from_above, None
+        self._next = layer - 1
+        added = self._from_above
+        self._from_above = None
         if layer and self._weights[layer - 1]:
             pair = self._state(layer - 1).requires_grad_(), self._state(layer).requires_grad_()
             with torch.enable_grad():

@@ -257,7 +257,8 @@ class Objective:
         if self._activations is None or self.task is None or self.anatomy is None:
             raise FulldepthError("The objective watches no model; call attach(model) before the forward pass.")
         try:
-            total, auxiliary = self.task.loss(outputs), self.task.auxiliary(outputs)
+            total = self.task.loss(outputs)
+            auxiliary = self.task.auxiliary(outputs)
         except FulldepthError:
             self._activations.clear()  # of the pass that is refused
             raise
@@ -319,7 +320,8 @@ class Objective:
             portion: as there.
         """
         assert self.task is not None
-        portion, parts = portion or Portion(), {"ce": cross_entropy.detach()}
+        portion = portion or Portion()
+        parts = {"ce": cross_entropy.detach()}
         self.factors = {"ce": portion.of_targets(self.task, batch)}
         loss = times(self.factors["ce"], cross_entropy)
         if self._activations is not None:
@@ -335,12 +337,14 @@ class Objective:
                 for term in self.terms.values():
                     loss, value = term.apply(loss, context)
                     if value is not None:
-                        parts[term.name], self.factors[term.name] = value, term.factor(context, value.device)
+                        parts[term.name] = value
+                        self.factors[term.name] = term.factor(context, value.device)
             finally:
                 self._activations.clear()
                 self._logits = None
         if auxiliary is not None:
-            parts["auxiliary"], self.factors["auxiliary"] = auxiliary.detach(), portion.share
+            parts["auxiliary"] = auxiliary.detach()
+            self.factors["auxiliary"] = portion.share
             loss = loss + times(portion.share, auxiliary).to(loss.device)
         if self._counting and torch.is_grad_enabled() and GradientState().sync_gradients:
             self.step += 1

@@ -32,7 +32,8 @@ class SimilarityPenalty(Term):
 
     def value(self, context: Context) -> Tensor:
         """`similarity_penalty` of the residual stream."""
-        states, classifier = context.states["residual"][1:], self._pooling(context)
+        states = context.states["residual"][1:]
+        classifier = self._pooling(context)
         if classifier is None:
             return similarity_penalty(states, self.weights, context.mask)
         mask = classifier.sample_mask(context.batch, context.task.counted(context.batch, states[-1]))

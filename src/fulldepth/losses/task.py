@@ -45,7 +45,8 @@ class Task:
         """
         with suppress(FulldepthError):
             model = unwrapped(model)
-        name, holders = task_of(model), (model, text_config(getattr(model, "config", None)))
+        name = task_of(model)
+        holders = (model, text_config(getattr(model, "config", None)))
         keys = ("router_aux_loss_coef", "aux_loss_coef")
         factors = (getattr(holder, key, None) for holder in holders for key in keys)
         factor = next((float(value) for value in factors if isinstance(value, int | float)), None)
@@ -100,7 +101,8 @@ class Task:
         Args:
             batch: `labels` are `[B, T]`, or `[B]` for whole sequences; `shift_labels` are already shifted.
         """
-        shifted, labels = batch.get("shift_labels"), batch.get("labels")
+        shifted = batch.get("shift_labels")
+        labels = batch.get("labels")
         if isinstance(shifted, Tensor):
             return shifted
         if not isinstance(labels, Tensor):
@@ -200,7 +202,8 @@ def detection_loss(
     prediction is not finite.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    logits, boxes = logits.to(dtype), pred_boxes.to(dtype)
+    logits = logits.to(dtype)
+    boxes = pred_boxes.to(dtype)
     if not torch.isfinite(logits.detach().sum() + boxes.detach().sum()):
         loss = (logits.sum() + boxes.sum()) * torch.nan
         return loss, {"loss": loss.detach()}, None

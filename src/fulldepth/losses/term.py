@@ -51,7 +51,8 @@ class Portion:
         """A micro-batch of a step, from what transformers' Trainer knows of the step: its number of targets over all
         processes. Everything is scaled by the share of the targets.
         """
-        count, targets = task.targets(batch), torch.as_tensor(number) / current().world
+        count = task.targets(batch)
+        targets = torch.as_tensor(number) / current().world
         return cls() if count is None else cls(_share(count, targets), None, targets)
 
     def of_targets(self, task: Task, batch: Mapping[str, Any]) -> Tensor | float:

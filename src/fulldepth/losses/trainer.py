@@ -48,7 +48,8 @@ class Tally:
             total, weight = self._sums.get(name, (0.0, 0.0))
             factor = torch.as_tensor(factors[name], device=value.device)
             if value.device.type != "mps":
-                value, factor = value.double(), factor.double()
+                value = value.double()
+                factor = factor.double()
             self._sums[name] = total + times(factor, value), weight + factor
 
     def read(self) -> dict[str, tuple[float, float]]:
@@ -57,7 +58,8 @@ class Tally:
 
     def take(self) -> dict[str, tuple[float, float]]:
         """Return name -> (sum, sum of weights) since the last call, and reset."""
-        taken, self._sums = self.read(), {}
+        taken = self.read()
+        self._sums = {}
         return taken
 
 
@@ -181,7 +183,8 @@ class ObjectiveMixin(AnyTrainer):
         terms = per_batch_terms(self.depth_objective.terms)
         if not terms:
             return super().get_train_dataloader()
-        given, self.args.dataloader_drop_last = self.args.dataloader_drop_last, True
+        given = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = True
         try:
             loader = super().get_train_dataloader()
         finally:
@@ -209,7 +212,8 @@ class ObjectiveMixin(AnyTrainer):
         batch = dict(inputs)  # some Trainers remove entries
         found = super().compute_loss(model, inputs, return_outputs)
         base, outputs = found if return_outputs else (found, None)
-        auxiliary, self._auxiliary = self._auxiliary, None
+        auxiliary = self._auxiliary
+        self._auxiliary = None
         cross_entropy = base if auxiliary is None else base - auxiliary.to(base.device)
         if return_outputs or not model.training:
             return (cross_entropy, outputs) if return_outputs else cross_entropy
@@ -267,7 +271,8 @@ class ObjectiveMixin(AnyTrainer):
         """As the Trainer, also for classes that transformers saves under other names, whose weights the Trainer would
         leave as they are (ViT, some experts); and the exit heads of a multi-exit model.
         """
-        folder, model = Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model)
+        folder = Path(resume_from_checkpoint)
+        model = self.accelerator.unwrap_model(self.model)
         whole = not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and has_weights(folder)
         if whole and is_renamed(model, folder):
             load_weights(model, folder)
@@ -288,7 +293,8 @@ class ObjectiveMixin(AnyTrainer):
         is unknown, or checked elsewhere.
         """
         step = self.state.global_step + 1
-        batches, self._micro_batches = self._micro_batches, []
+        batches = self._micro_batches
+        self._micro_batches = []
         losses = torch.stack([loss.float().to(batches[-1][0].device) for loss, _, _ in batches])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[union-attr]
         gradient = torch.as_tensor(0.0 if norm is None else norm, device=losses.device)

@@ -71,7 +71,9 @@ def matched(logits: Sequence[Tensor], boxes: Sequence[Tensor], targets: Sequence
             side.createIndex()
             sides.append(side)
         found = evaluation.COCOeval(*sides, "bbox")
-        found.params.areaRng, found.params.areaRngLbl, found.params.maxDets = [[0, 1e10]], ["all"], [100]
+        found.params.areaRng = [[0, 1e10]]
+        found.params.areaRngLbl = ["all"]
+        found.params.maxDets = [100]
         found.evaluate()
     return found
 
@@ -139,10 +141,12 @@ class AveragePrecision(Measure):
         groups), and the number of objects.
         """
         images = {index: found for part in current().gather(self.images) for index, found in part.items()}
-        ordered, groups = sorted(images), self.setup.groups
+        ordered = sorted(images)
+        groups = self.setup.groups
         group = self.setup.group_of[ordered].tolist()
         logits, boxes, targets = zip(*(images[index] for index in ordered), strict=True) if images else ((), (), ())
-        values, without = [], []
+        values = []
+        without = []
         for layer in range(self.setup.num_layers):
             found = matched([each[layer] for each in logits], [each[layer] for each in boxes], targets)
             values.append(precisions(found))

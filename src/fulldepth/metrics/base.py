@@ -432,7 +432,8 @@ class Means(Measure):
 
     def compute(self) -> dict[str, Tensor]:
         """`mean`, `standard_error` and `count`, each `[*shape]`."""
-        total, counts = self.sums.sum(0), self.counts.sum(0)
+        total = self.sums.sum(0)
+        counts = self.counts.sum(0)
         error = error_of(ratio_influence(self.sums, self.counts))
         return {"mean": total / counts, "standard_error": error, "count": counts.expand_as(total)}
 

@@ -137,10 +137,12 @@ class Cka(Measure):
 
     def forecast(self) -> float:
         """Seconds by two trials on few tokens of noise: the time grows with the square of the number of tokens."""
-        setup, count = self.setup, min(self.tokens.capacity, self.setup.num_tokens)
+        setup = self.setup
+        count = min(self.tokens.capacity, self.setup.num_tokens)
         if count < FORECAST * TRIALS[-1]:
             return 0.0
-        seconds, generator = [], torch.Generator(setup.device).manual_seed(0)
+        seconds = []
+        generator = torch.Generator(setup.device).manual_seed(0)
         for few in TRIALS:
             noise = torch.randn(setup.num_layers + 1, few, setup.width, device=setup.device, generator=generator)
             numbers = torch.arange(few, device=setup.device)
@@ -166,7 +168,8 @@ class Cka(Measure):
 
     def influences(self) -> list[Influence]:
         """Of `debiased` of every layer with the next and with the last, where an error is known."""
-        values, last = self.compute()["influences"], self.setup.num_layers
+        values = self.compute()["influences"]
+        last = self.setup.num_layers
         pairs = [pair for layer in range(last) for pair in dict.fromkeys([(layer, layer + 1), (layer, last)])]
         return [
             Influence(self.name, "residual", *pair, "debiased", values[:, *pair].tolist())

@@ -65,7 +65,8 @@ def coherence(h_in: Tensor, h_out: Tensor, *, include_dc: bool = True, corrected
         raise ValueError(f"h_in and h_out must both be [B, T, D], got {tuple(h_in.shape)} and {tuple(h_out.shape)}")
     sequences = len(h_in)
     _check_sequences(sequences)
-    phi_in, phi_out = characteristic_function(h_in), characteristic_function(h_out)
+    phi_in = characteristic_function(h_in)
+    phi_out = characteristic_function(h_out)
     cross = _sum_products(phi_in.conj(), phi_out)
     result = _ratio(cross, _modulus(phi_in).sum(0), _modulus(phi_out).sum(0), sequences)
     if not include_dc:
@@ -95,7 +96,8 @@ def spectra(h: Tensor) -> tuple[Tensor, Tensor]:
     p = torch.softmax(z, -1, out=z) if not z.is_cuda else torch.softmax(z, -1)
     phi = torch.fft.rfft(p)
     power = _modulus(phi)  # [B, D, K]
-    smallest, mean = power.amin(-1), power.mean(-1)
+    smallest = power.amin(-1)
+    mean = power.mean(-1)
     tiny = ~(smallest >= TINY * mean) | constant[..., 0]  # also where float32 overflows
     rows, channels = tiny.nonzero(as_tuple=True)
     if len(rows):
@@ -155,7 +157,8 @@ class Coherence(Measure):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        layers, cells = setup.num_layers, (setup.width, setup.sequence_length // 2 + 1)
+        layers = setup.num_layers
+        cells = (setup.width, setup.sequence_length // 2 + 1)
         self.add_sum("cross_residual", layers, *cells, dtype=torch.complex128)
         self.add_sum("cross_attention", layers, *cells, dtype=torch.complex128)
         self.add_sum("power_residual", layers + 1, *cells)
@@ -172,7 +175,8 @@ class Coherence(Measure):
 
     def update(self, observation: Observation) -> None:
         """Add one batch; groups of channels are spread over threads."""
-        residual, attention = observation.states["residual"], observation.states.get("attention_output")
+        residual = observation.states["residual"]
+        attention = observation.states.get("attention_output")
         inputs = None if self.setup.chained else observation.states.get("attention_input")
         length = residual.shape[2]
         if length != self.setup.sequence_length or not bool(observation.attention_mask.all()):  # would mix frequencies
@@ -221,7 +225,8 @@ class Coherence(Measure):
         slots = chosen.nonzero().flatten()
         if not len(slots):
             return
-        kept, home = self.channels[slots] - part.start, self.group_power.device
+        kept = self.channels[slots] - part.start
+        home = self.group_power.device
         slots = slice(int(slots[0]), int(slots[-1]) + 1)
         power = power[:, kept.to(power.device)].to(self.group_power)
         self.group_power[:, layer, slots].index_add_(0, group, power)
@@ -250,7 +255,8 @@ class Coherence(Measure):
         """`[G, L+1]` influences on `mean_corrected` of the residual stream and `[L+1]` its standard errors, for layers
         1..L and for the mean over layers; NaN where fewer than two sequences remain without a group.
         """
-        rest, layers = leave_one_out(self.sequences), self.setup.num_layers
+        rest = leave_one_out(self.sequences)
+        layers = self.setup.num_layers
         if not bool((rest > 1).all()):
             return rest.new_full((len(rest), layers + 1), torch.nan), rest.new_full((layers + 1,), torch.nan)
         without = []  # of each group: [L, C] contributions of the channels to the corrected mean over cells
@@ -276,8 +282,10 @@ class Coherence(Measure):
         captured, no standard errors with fewer than three sequences.
         """
         values = self.compute()
-        counts, errors = values.pop("count").long(), values.pop("errors").tolist()
-        layers, overall = errors[:-1], errors[-1]
+        counts = values.pop("count").long()
+        errors = values.pop("errors").tolist()
+        layers = errors[:-1]
+        overall = errors[-1]
         behind = [*counts[0].tolist(), int(counts[0].sum())]
         over_layers = values["mean_corrected"][0].nanmean().item()
         rows = [  # without layers that have no cells

@@ -101,7 +101,8 @@ class Cosine(Measure):
     def rows(self) -> list[Row]:
         """Rows for every pair of layers 0..L."""
         values = {name: value.cpu() for name, value in self.compute().items()}
-        layers, last = range(self.setup.num_layers + 1), self.setup.num_layers
+        layers = range(self.setup.num_layers + 1)
+        last = self.setup.num_layers
         rows = []
         for view, suffix in enumerate(self.setup.views):
             for layer in layers:

@@ -208,13 +208,15 @@ def _products(layers: Sequence[LayerSums], runs: list[int], groups: int, advance
         and over both in it.
     """
     features = [layer.features for layer in layers]
-    samples, count = len(features[0]), len(features)
+    samples = len(features[0])
+    count = len(features)
     total = features[0].new_zeros(2, 2, groups, count, count, dtype=torch.float64)
     room = features[0].new_empty(max(BLOCK, count * samples))
     ends = [i for i in range(1, samples + 1) if i == samples or runs[i] != runs[i - 1]]
     start = 0
     while start < samples:
-        run, end = runs[start], next(end for end in ends if end > start)
+        run = runs[start]
+        end = next(end for end in ends if end > start)
         width = samples - start
         rows = min(end - start, max(1, BLOCK // (count * width)))
         block = room[: rows * count * width].view(rows, count, width)
@@ -223,7 +225,8 @@ def _products(layers: Sequence[LayerSums], runs: list[int], groups: int, advance
         block[..., :rows].transpose(0, 1).triu_(1)
         left = start
         for right in (end for end in ends if end > start):
-            tile, other = block[..., left - start : right - start], runs[left]
+            tile = block[..., left - start : right - start]
+            other = runs[left]
             pairs = torch.bmm(tile, tile.mT).sum(0, dtype=torch.float64)
             for sums in total[: 1 + (run >= groups)]:
                 sums[0, run % groups] += pairs

@@ -19,7 +19,8 @@ EPSILONS = (0.01, 0.05, 0.1, 0.2)
 RELATIVE_EPSILONS = (0.01, 0.05, 0.1)
 """Tolerances relative to the last layer's accuracy."""
 STATISTICS = (*(f"eps={eps:g}" for eps in EPSILONS), *(f"relative_eps={eps:g}" for eps in RELATIVE_EPSILONS))
-LOW_OF, HIGH_OF = "low_of_", "high_of_"
+LOW_OF = "low_of_"
+HIGH_OF = "high_of_"
 
 
 def saturation_layer(predictions: Tensor) -> Tensor:
@@ -97,8 +98,10 @@ class LensMean(Means):
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        lens, where = observation.lens, self.sums.device
-        values, row = self.reading(lens).to(where), lens.row.to(where)  # [L+1, M], [M]
+        lens = observation.lens
+        where = self.sums.device
+        values = self.reading(lens).to(where)  # [L+1, M]
+        row = lens.row.to(where)  # [M]
         group = self.setup.group_of.to(where)[observation.sequence.to(where)[row]]
         self.sums.index_add_(0, group, values.double().T)
         self.counts += group.bincount(minlength=len(self.counts))[:, None]
@@ -176,8 +179,10 @@ class Saturation(OfLayersReached):
 
     def compute(self) -> dict[str, Tensor]:
         """Statistics of layers 1..L, `[L]` each; `median` and its interval, if they are known; `total`, positions."""
-        values, settled = super().compute(), self.sums.sum(0)[1:]
-        counts, total = settled.diff(prepend=settled.new_zeros(1)), self.counts.sum()
+        values = super().compute()
+        settled = self.sums.sum(0)[1:]
+        counts = settled.diff(prepend=settled.new_zeros(1))
+        total = self.counts.sum()
         result = {
             "count": counts,
             "share": counts / total,
@@ -217,7 +222,8 @@ class EffectiveDepth(OfLayersReached, LensAccuracy):
 
     def compute(self) -> tuple[dict[str, float], int]:  # type: ignore[override]
         """Statistic -> value (depths, and the intervals that are known), and the number of positions."""
-        correct, count = self.sums[:, 1:], int(self.counts.sum())
+        correct = self.sums[:, 1:]
+        count = int(self.counts.sum())
         accuracy = correct.sum(0).cpu() / count
         named: dict[str, float] = {}
         for name, eps in zip(STATISTICS, (*EPSILONS, *RELATIVE_EPSILONS), strict=True):

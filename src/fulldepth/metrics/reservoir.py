@@ -78,7 +78,10 @@ class Sample:
     """
 
     def __init__(self, features: Tensor, keys: Tensor, labels: Tensor, seen: int) -> None:
-        self.features, self.keys, self.labels, self.seen = features, keys, labels, seen
+        self.features = features
+        self.keys = keys
+        self.labels = labels
+        self.seen = seen
 
 
 class Reservoir(Accumulator):
@@ -101,7 +104,9 @@ class Reservoir(Accumulator):
         super().__init__()
         if capacity < 1:
             raise ValueError(f"a reservoir keeps at least one token, got capacity {capacity}")
-        self.capacity, self.shape, self.seed = capacity, tuple(shape), seed
+        self.capacity = capacity
+        self.shape = tuple(shape)
+        self.seed = seed
         self.add("features", (capacity, *shape), dtype=torch.float32, fill=None, reduce="cat", device=device)
         for name, fill in (("keys", 0), ("labels", 0), ("priorities", EMPTY)):
             self.add(name, (capacity,), dtype=torch.int64, fill=fill, reduce="cat", device=device)
@@ -145,7 +150,8 @@ class Reservoir(Accumulator):
 
         The tokens are sorted where they are, as a copy may be as large as everything else that a run holds.
         """
-        priorities, keys = self.priorities.flatten(), self.keys.flatten()
+        priorities = self.priorities.flatten()
+        keys = self.keys.flatten()
         best = priorities.argsort()[: self.capacity]
         best = best[priorities[best] < EMPTY]
         best = best[keys[best].argsort()]

@@ -149,7 +149,8 @@ class RetrievalWeight(Measure):
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        counted, tokens = observation.counted, int(observation.counted.sum())
+        counted = observation.counted
+        tokens = int(observation.counted.sum())
         for layer, routing in observation.coefficients[SITE].items() if tokens else ():
             for total, shares in ((self.masses, False), (self.shares, True)):
                 weights = _by_head(routing, counted, shares)
@@ -168,7 +169,9 @@ class RetrievalWeight(Measure):
         rows = []
         for statistic in self.units:
             for index in values["count"].nonzero().flatten().tolist():
-                layer, count, heads = index + 1, int(values["count"][index]), values[statistic][index]
+                layer = index + 1
+                count = int(values["count"][index])
+                heads = values[statistic][index]
                 for source, value in enumerate(heads[:, :layer].mean(0).tolist()):
                     rows.append(self.row(statistic, value, count, layer, source, SITE))
                 for head, value in enumerate(heads[:, index].tolist()):

@@ -52,7 +52,8 @@ def separability(features: Tensor, labels: Tensor, folds: int = FOLDS, seed: int
         raise ValueError(
             f"expected features [N, D] and labels [N], got {tuple(features.shape)} and {tuple(labels.shape)}"
         )
-    x, y = features.detach().double().cpu().numpy(), labels.cpu().numpy()
+    x = features.detach().double().cpu().numpy()
+    y = labels.cpu().numpy()
     classes, sizes = np.unique(y, return_counts=True)
     if len(classes) < 2 or folds < 2 or sizes.min() < folds:
         raise ValueError(
@@ -61,7 +62,8 @@ def separability(features: Tensor, labels: Tensor, folds: int = FOLDS, seed: int
         )
     if not np.isfinite(x).all():
         return math.nan, math.nan
-    kept, splits = _balanced(y, seed), StratifiedKFold(folds, shuffle=True, random_state=seed)
+    kept = _balanced(y, seed)
+    splits = StratifiedKFold(folds, shuffle=True, random_state=seed)
     for solver in SOLVERS:
         probe = make_pipeline(StandardScaler(), LogisticRegression(solver=solver, max_iter=10_000))
         with warnings.catch_warnings(), suppress(ConvergenceWarning):

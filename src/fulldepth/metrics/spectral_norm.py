@@ -80,8 +80,10 @@ def _lanczos(tall: Tensor) -> float | None:
         projected[step, step] = float(along[-1])
         if step % 4 == 3:
             values, vectors = torch.linalg.eigh(projected[: step + 1, : step + 1])
-            largest, second = values[-1].item(), values[-2].item()
-            residual, gap = norm * abs(float(vectors[-1, -1])), largest - second
+            largest = values[-1].item()
+            second = values[-2].item()
+            residual = norm * abs(float(vectors[-1, -1]))
+            gap = largest - second
             if residual < gap / 2 and residual**2 <= CERTAIN * gap * largest:
                 return largest
         if norm == 0:

@@ -87,7 +87,8 @@ class Line:
         pairs = select(table, self.measure)[["statistic", "site"]].dropna().drop_duplicates().to_numpy()
         matches = [match for pair in pairs if (match := re.fullmatch(pattern, "@".join(pair)))]
         for index, match in enumerate(matches):
-            groups, (statistic, site) = match.groupdict(), match.string.split("@")
+            groups = match.groupdict()
+            (statistic, site) = match.string.split("@")
             shown = {name: TERMS.get(text) or label(text) for name, text in groups.items()}
             style = {"dash": DASHES[index % 4]} if "(?P" in self.statistic else {"color": self.color + index}
             yield replace(
@@ -220,7 +221,9 @@ def lines(record: Figure, source: PageSource) -> Figures:
 
 def alone(record: Figure, source: PageSource, group: list[Line], **about: Any) -> go.Figure | None:
     """Lines of one model in one figure."""
-    table, layers, (low, high) = source.table, source.layers, record.band or ("", "")
+    table = source.table
+    layers = source.layers
+    (low, high) = record.band or ("", "")
     drawn = [
         Drawn(
             record.values(line, table, layers), line.name, categorical(line.color)["color"],
@@ -252,7 +255,8 @@ def alone(record: Figure, source: PageSource, group: list[Line], **about: Any) -
 
 def overlay(record: Figure, line: Line, source: PageSource, several: bool = False) -> go.Figure | None:
     """A line of each model; its differences from the baseline if that is the record's column."""
-    difference, groups = record.column == "difference", source.kind == GROUPS
+    difference = record.column == "difference"
+    groups = source.kind == GROUPS
     relative = source.meta.get("depth") == "relative"
     drawn = []
     for run in source.with_column(record.column):
@@ -266,7 +270,8 @@ def overlay(record: Figure, line: Line, source: PageSource, several: bool = Fals
             errors = record.values(line, run.table, run.layers, line.errors)
         own = record.values(line, run.table, run.layers)
         across = [at / run.layers for at in own.at] if relative else []
-        form, hover = f"+{line.form}" if difference else line.form, "%{customdata[0]}: " * relative
+        form = f"+{line.form}" if difference else line.form
+        hover = "%{customdata[0]}: " * relative
         drawn.append(Drawn(own, run.name, **run.style, form=form, errors=errors, across=across, hover=hover))
     at_first = any(0 in one.curve.at for one in drawn)
     values = [value for one in drawn for value in one.curve.values]
@@ -300,7 +305,8 @@ def maps(record: Figure, source: PageSource) -> Figures:
             for cells, names in [_cells(record, reading, source.table)]
             if len(cells)
         )
-    difference, first = record.column == "difference", record.maps[0]
+    difference = record.column == "difference"
+    first = record.maps[0]
     cells = {run.name: _cells(record, first, run.table)[0] for run in source.with_column(record.column)}
     settings: dict[str, Any] = {}
     if difference:  # one colour scale for all
@@ -336,7 +342,9 @@ def _heat(record: Figure, reading: Reading, cells: pd.DataFrame, names: list[str
 def followed(record: Figure, source: PageSource) -> Figures:
     """The compared lines over training steps, a figure for each, in which every layer has a line."""
     every = [line for line in record.expanded(source.table) if line.compared]
-    steps, layers, found = list(source.steps), source.layers, []
+    steps = list(source.steps)
+    layers = source.layers
+    found = []
     for line in every:
         by_layer = [record.values(line, rows, layers) for rows in source.steps.values()]
         depths = sorted({layer for values in by_layer for layer in values.at})

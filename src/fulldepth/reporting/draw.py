@@ -85,7 +85,8 @@ class Drawn:
 
     def traces(self) -> list[go.Scatter | go.Bar]:
         """The band, and the curve with its error bars."""
-        curve, errors = self.curve, self.errors.points
+        curve = self.curve
+        errors = self.errors.points
         observed = "" if set(curve.counts) <= {"1", "?"} else "  (n = %{customdata[1]})"
         custom: list[list[Any]] = [[f"Layer {at}", count] for at, count in zip(curve.at, curve.counts, strict=True)]
         settings: dict[str, Any] = {}
@@ -157,7 +158,8 @@ def scale_without(first: Sequence[float], rest: Sequence[float]) -> tuple[float,
     """
     if not rest or max(map(abs, first)) <= APART * max(map(abs, rest)):
         return None
-    low, high = min([0.0, *rest]), max([0.0, *rest])
+    low = min([0.0, *rest])
+    high = max([0.0, *rest])
     room = (high - low) or 1.0
     return (low - 0.05 * room if low < 0 else 0.0), high + 0.2 * room
 
@@ -204,7 +206,8 @@ def heat(
         difference: whether to use the colour scale of differences.
         layout: passed on to `figure`.
     """
-    rows, columns = [*map(int, cells.index)], [*map(int, cells.columns)]
+    rows = [*map(int, cells.index)]
+    columns = [*map(int, cells.columns)]
     if low is None:
         values = cells.to_numpy()
         high = float(np.nanmax(np.abs(values))) or 1.0
@@ -223,7 +226,8 @@ def heat(
     if names:
         down = axis(layer_title(axes[1], rows[0]), type="category", tickvals=names[:: max(1, len(names) // 16)], **BARE)
     elif rows == columns:
-        across, down = across | {"constrain": "domain"}, down | {"constrain": "domain", "scaleanchor": "x"}
+        across = across | {"constrain": "domain"}
+        down = down | {"constrain": "domain", "scaleanchor": "x"}
     return figure([shown], xaxis=across, yaxis=down, height=480, hovermode="closest", **layout)
 
 

@@ -17,7 +17,8 @@ from fulldepth.reporting.source import EVALUATION, PageSource, PlottedCurve, cur
 from fulldepth.reporting.style import CATEGORICAL, Figures, label, translucent
 from fulldepth.reporting.tables import Meta, Table, across, cell, of_record
 
-SCORE, QUALITY = "task_score", "generation_quality"
+SCORE = "task_score"
+QUALITY = "generation_quality"
 ERROR = "_stderr"
 """Suffix of a metric's standard error."""
 QUALITIES = {
@@ -78,7 +79,8 @@ def tasks_of(table: pd.DataFrame, described: Meta | None, layers: int) -> list[T
     stated = {str(name): entry or {} for name, entry in (described or {}).items()}
     found = []
     for name in dict.fromkeys([*stated, *map(str, every["site"].dropna().unique())]):
-        entry, rows = stated.get(name, {}), every[every["site"] == name]
+        entry = stated.get(name, {})
+        rows = every[every["site"] == name]
         metrics = [str(one) for one in rows["statistic"].unique() if not str(one).endswith(ERROR)]
         metric = next((one for one in (entry.get("metric"), *metrics) if one in metrics), "")
         scores, errors = (curve(rows, SCORE, metric + suffix, name) for suffix in ("", ERROR))
@@ -107,10 +109,14 @@ def scores(record: Figure, source: PageSource) -> Figures:
 
 
 def _scored(record: Figure, task: TaskScores, source: PageSource, several: bool) -> go.Figure | None:
-    name, metric, guess = label(task.name, 60), label(task.metric, 40), task.entry.get("chance")
-    form, one = ".1%" if task.is_share else ".4~g", source.kind == EVALUATION
+    name = label(task.name, 60)
+    metric = label(task.metric, 40)
+    guess = task.entry.get("chance")
+    form = ".1%" if task.is_share else ".4~g"
+    one = source.kind == EVALUATION
     line = Line(SCORE, task.metric, task.name, metric if one else "", name, form=form, errors=task.metric + ERROR)
-    scale, first = "percent" if task.is_share else "", min([1, *task.scores.at])
+    scale = "percent" if task.is_share else ""
+    first = min([1, *task.scores.at])
     record = replace(record, axis=metric, scale=scale, first=first)
     title = "Score by exit layer" if several else f"Score on {name} by exit layer"
     reading = "Bars: one standard error; shaded: the whole model’s" + "; dotted: chance" * (guess is not None)
@@ -132,7 +138,8 @@ def quality(record: Figure, source: PageSource) -> Figures:
         return {}
     rows = rows.assign(site=rows["site"].fillna(""))
 
-    found, source = {}, replace(source, table=rows)
+    found = {}
+    source = replace(source, table=rows)
     for statistic, (title, form, scale) in QUALITIES.items():
         sites = [site for site in rows["site"].unique() if curve(rows, QUALITY, statistic, site)]
         lines = [

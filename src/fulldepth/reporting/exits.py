@@ -31,7 +31,8 @@ from fulldepth.reporting.tables import Meta, Table, flatten, of_record
 
 MOST_BARS = 4
 """Number of thresholds in one histogram, besides those that were chosen."""
-MOST_TEXTS, MOST_CHARACTERS = 40, 6000
+MOST_TEXTS = 40
+MOST_CHARACTERS = 6000
 """Largest number of texts on a page, and of characters of each."""
 SCALES = {
     "accuracy": ("Accuracy", ".1%"),
@@ -53,8 +54,10 @@ def points_of(entries: object) -> dict[str, list[dict[str, Any]]]:
         if entry.get("split") == "calibration":
             continue
         exits = entry.get("exits") or []
-        threshold, total = number(entry.get("threshold")), sum(exits)
-        rule, measured = label(entry.get("rule") or "", 24), number(entry.get("measured_speedup"))
+        threshold = number(entry.get("threshold"))
+        total = sum(exits)
+        rule = label(entry.get("rule") or "", 24)
+        measured = number(entry.get("measured_speedup"))
         point = {
             **entry,
             "exits": exits,
@@ -82,13 +85,15 @@ def tradeoff(record: Figure, source: PageSource) -> Figures:
 def _tradeoff(groups: Mapping[str, list[dict[str, Any]]], full: Sequence[Meta], key: str) -> go.Figure | None:
     """A line of thresholds for each group, and the full models; None without points."""
     title, form = SCALES[key]
-    traces, chosen = [], []
+    traces = []
+    chosen = []
     for index, (name, every) in enumerate(groups.items()):
         drawn = [one for one in every if None not in (one["speed"], number(one.get(key)))]
         if not drawn:
             continue
         chosen += [(one["speed"], one[key]) for one in drawn if one.get("calibrated")]
-        color, how = categorical(index)["color"], {None: "in theory"}
+        color = categorical(index)["color"]
+        how = {None: "in theory"}
         told = [[one["name"], how.get(one.get("measured_speedup"), "measured"), one["early"] or 0] for one in drawn]
         hover = f"%{{customdata[0]}}: {title.lower()} <b>%{{y:{form}}}</b><br>%{{x:.2f}}× %{{customdata[1]}}<br>"
         hover += "%{customdata[2]:.1%} leave early"
@@ -137,10 +142,14 @@ def _histogram(rule: str, every: list[dict[str, Any]]) -> go.Figure | None:
     last = len(drawn) - 1
     kept = {round(at * last / (MOST_BARS - 1)) for at in range(MOST_BARS)}
     drawn = [one for index, one in enumerate(drawn) if index in kept or one.get("calibrated")]
-    bars, last, layers = [], len(drawn) - 1, 0
+    bars = []
+    last = len(drawn) - 1
+    layers = 0
     for index, one in enumerate(drawn):
-        counts, color = one["exits"], SEQUENTIAL[3 + round(7 * index / last)] if last else CATEGORICAL[0]
-        total, layers = sum(counts), len(counts)
+        counts = one["exits"]
+        color = SEQUENTIAL[3 + round(7 * index / last)] if last else CATEGORICAL[0]
+        total = sum(counts)
+        layers = len(counts)
         told = [f"{count:,} of {total:,}" for count in counts]
         left = PlottedCurve([*range(1, layers + 1)], [count / total for count in counts], told)
         bars.append(Drawn(left, one["name"], color, form=".1%", plot="bars"))
@@ -177,7 +186,9 @@ def tables(source: PageSource) -> dict[str, list[Table]]:
     ):
         named = []
         for one in (one for every in points_of(entries).values() for one in every):
-            timing, factor, drop = one.get("timing"), one.get("measured_speedup"), one.get("drop")
+            timing = one.get("timing")
+            factor = one.get("measured_speedup")
+            drop = one.get("drop")
             if timing in ("busy", "few-rounds"):
                 one["timed"] = timing.replace("-", " ")
             elif factor is not None:
@@ -196,8 +207,10 @@ def tables_of_generation(source: PageSource) -> dict[str, list[Any]]:
     generation = meta.get("generation") or {}
     stats = {name: one for name, one in (generation.get("stats") or {}).items() if not isinstance(one, list | Mapping)}
     rows = [[short(name, 60).replace("_", " ").capitalize(), short(text, 200)] for name, text in flatten(stats).items()]
-    prompts, texts = generation.get("prompts") or [], generation.get("texts") or []
-    items, shown = [], texts[:MOST_TEXTS]
+    prompts = generation.get("prompts") or []
+    texts = generation.get("texts") or []
+    items = []
+    shown = texts[:MOST_TEXTS]
     for prompt, text in zip_longest(prompts[: len(shown)], shown):
         pair = (prompt or "", (text or "").removeprefix(prompt or ""))
         cuts = (one if len(one) <= MOST_CHARACTERS else one[: MOST_CHARACTERS - 1] + "…" for one in pair)

@@ -69,9 +69,12 @@ def seeds(_: Figure, source: PageSource) -> Figures:
     ends: list[float] = []
     names: list[str] = []
     for test in source.meta.get("tests") or []:
-        scale, mean, interval = test.get("deviation"), test.get("difference"), test.get("interval")
+        scale = test.get("deviation")
+        mean = test.get("difference")
+        interval = test.get("interval")
         if scale and mean is not None and interval:
-            at, unit = len(names), "" if test["unit"] == "1" else f" {short(test['unit'], 20)}"
+            at = len(names)
+            unit = "" if test["unit"] == "1" else f" {short(test['unit'], 20)}"
             seed_of = zip(test.get("by_seed") or [], _seeds(source), strict=False)
             dots += [
                 (value / scale, at, f"seed {seed}: {minus(value, '+.4g')}{unit}")
@@ -85,7 +88,8 @@ def seeds(_: Figure, source: PageSource) -> Figures:
     if not names:
         return {}
     first, second = ([*_labels(source), "", ""])[:2]
-    (x, y, told), (mean_x, mean_y, mean_told) = zip(*dots, strict=True), zip(*means, strict=True)
+    (x, y, told) = zip(*dots, strict=True)
+    (mean_x, mean_y, mean_told) = zip(*means, strict=True)
     bars = {"array": ends, "thickness": 2, "width": 6, "color": CATEGORICAL[1]}
     drawn = figure(
         [

@@ -35,7 +35,8 @@ def findings(entry: Meta, source: PageSource) -> list[Shown]:
     """The findings of a measurement, a run, or a step, in the order of the cards; unknown names come last."""
     model = entry.get("model") or source.meta.get("model") or {}
     stacks = {str(stack["name"]): stack.get("num_layers") for stack in source.meta.get("stacks") or []}
-    headline, known = entry.get("headline") or {}, texts()["headlines"]
+    headline = entry.get("headline") or {}
+    known = texts()["headlines"]
     shown = []
     for name in dict.fromkeys([*(name for name in known if name in headline), *headline]):
         depth = stacks.get(name.partition(":")[0], model.get("num_layers"))
@@ -79,7 +80,8 @@ def title(meta: Meta) -> str:
 
 def differences(entry: Meta, _: PageSource) -> list[Shown]:
     """The findings of a comparison; those that the table of models shows come last."""
-    headline, in_table = entry.get("headline") or {}, texts()["headlines"]
+    headline = entry.get("headline") or {}
+    in_table = texts()["headlines"]
     return [Shown(headline[name]) for name in sorted(headline, key=lambda name: name.split(":")[0] in in_table)]
 
 
@@ -87,7 +89,8 @@ def side_by_side(source: PageSource) -> Table:
     """The findings of several models as a table: one column per model."""
     models = []
     for entry in source.meta.get("models") or []:
-        found, depth = entry.get("headline") or {}, (entry.get("model") or {}).get("num_layers")
+        found = entry.get("headline") or {}
+        depth = (entry.get("model") or {}).get("num_layers")
         cells = {}
         for name, (title, _) in texts()["headlines"].items():
             number = found.get(name, {})

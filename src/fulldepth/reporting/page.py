@@ -98,8 +98,10 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
     """
     source = now = PageSource(table, meta)
     kind = str(meta.get("kind")) if meta.get("kind") in VERBS else source.kind
-    content, about = CONTENTS[source.kind], texts()["kinds"][kind]
-    entry, left_out = meta, measured.left_out(meta)
+    content = CONTENTS[source.kind]
+    about = texts()["kinds"][kind]
+    entry = meta
+    left_out = measured.left_out(meta)
     if source.kind == SERIES:
         step = max(source.steps)
         entry = {"step": step, **next((one for one in meta.get("steps") or [] if int(one["step"]) == step), {})}

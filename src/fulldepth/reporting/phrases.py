@@ -40,7 +40,8 @@ def visible(text: str, keep: str = "") -> str:
 
 def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str]:
     """A headline's number as (digits, unit): `("12.3", "%")`, `("0.082", "")`, `("9", "of 12")`."""
-    value, unit = entry.get("value"), str(entry.get("unit", ""))
+    value = entry.get("value")
+    unit = str(entry.get("unit", ""))
     if not isinstance(value, int | float) or not math.isfinite(value):
         return NOTHING, ""
     if unit == "%":

@@ -73,7 +73,8 @@ class SkipPart:
 
 def parts(source: PageSource) -> list[SkipPart]:
     """The folders behind a table and its document."""
-    table, meta = source.table, source.meta
+    table = source.table
+    meta = source.meta
     if meta.get("kind") != TOGETHER:
         return [SkipPart("", str(meta.get("kind")), table, meta)]
     return [
@@ -198,14 +199,16 @@ def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
         programs = {name: str(entries.get(name, {}).get("program") or "transformers") for name in names}
         several = sum(other.kind == "bench" for other in folders) > 1 and part.label
         for name in names:
-            entry, of_plan = entries.get(name, {}), False
+            entry = entries.get(name, {})
+            of_plan = False
             base_name = next(other for other in names if programs[other] == programs[name])
             single = part.table[(part.table["model"] == name) & (part.table["batch"] == 1)]
             decoding = select(single, "decode_time", "median", "decode")["value"].median()
             loss, base = (part.value("loss", "mean", model=one) for one in (name, names[0]))
             losses = [number(one) for one in entry.get("losses") or []]
             if loss is None:
-                loss, base = number(entry.get("healed_loss")) or (losses or [None])[-1], (losses or [None])[0]
+                loss = number(entry.get("healed_loss")) or (losses or [None])[-1]
+                base = (losses or [None])[0]
                 of_plan = loss is not None
             times = {}
             for phase in PHASES:
@@ -263,7 +266,8 @@ def removal_loss(_: Figure, source: PageSource) -> Figures:
     shapes: list[dict[str, Any]] = []
     for index, removal in enumerate(shown):
         several = f" ({label(removal.name, 40)})" if len(shown) > 1 and removal.name else ""
-        base, part = removal.losses[0], removal.curve
+        base = removal.losses[0]
+        part = removal.curve
 
         def added(losses: Sequence[float], first: int = 0, base: float = base) -> PlottedCurve:
             at = range(first, first + len(losses))
@@ -289,7 +293,8 @@ def removal_loss(_: Figure, source: PageSource) -> Figures:
             shapes.append({"type": "line", "x0": middle, "x1": middle, "line": stroke, **across})
             interval = "" if low is None else f" (95 %: {low:.0f} to {high:.0f})"
             lines.append(legend_entry(f"Break point: {middle:.0f}{interval}{several}", "lines", line=stroke))
-    reading, yaxis = "Above the unmodified model’s, on the same sequences", axis("Loss added (nats)")
+    reading = "Above the unmodified model’s, on the same sequences"
+    yaxis = axis("Loss added (nats)")
     result = _over_removed([*drawn, *marks], reading, yaxis=yaxis, shapes=shapes, showlegend=True)
     return readings([("", result and result.add_traces(lines))])
 
@@ -320,7 +325,9 @@ def _plane(source: PageSource, phase: str) -> go.Figure | None:
     traces = []
     for index, model in enumerate(shown):
         color = INK if model.original else categorical(index - len(originals))["color"]
-        (time, low, high), added, error = model.times[phase], model.added or 0.0, model.error
+        (time, low, high) = model.times[phase]
+        added = model.added or 0.0
+        error = model.error
         name = label(model.name, 40) + " (original)" * (model.original and model.name != "original")
         bars: dict[str, Any] = {"color": color, "thickness": 1.2}
         across = {"array": [high - time], "arrayminus": [time - low], "symmetric": False, "width": 4, **bars}
@@ -362,7 +369,8 @@ def for_template(source: PageSource) -> dict[str, Any]:
 
 def findings(_: Meta, source: PageSource) -> list[Shown]:
     """The findings of all folders."""
-    shown, folders = [], parts(source)
+    shown = []
+    folders = parts(source)
     for part in folders:
         several = sum(other.kind == part.kind for other in folders) > 1
         label = short(part.label, 40) if several else ""
@@ -380,7 +388,8 @@ def story(source: PageSource) -> dict[str, Any] | None:
 
     None = the first finding opens the page.
     """
-    kind, headline = source.meta.get("kind"), source.meta.get("headline") or {}
+    kind = source.meta.get("kind")
+    headline = source.meta.get("headline") or {}
     if kind == "bench":
         busy = headline.get("times") or {}
         sentences = [short(busy["sentence"], 600)] if busy.get("sentence") else decoding(parts(source))
@@ -399,7 +408,9 @@ def decoding(folders: Sequence[SkipPart]) -> list[str]:
         fastest[one.program] = one
     sentences = []
     for program, best in sorted(fastest.items(), reverse=True):
-        speed, name, base = best.times["decode"].speed_up, short(best.name, 60), short(best.base, 60)
+        speed = best.times["decode"].speed_up
+        name = short(best.name, 60)
+        base = short(best.base, 60)
         said = f"In {program}, {name} decodes {speed.value:.2f} times as fast as {base}"
         if speed.low <= 1 <= speed.high:
             said = f"In {program}, no model decodes measurably faster than {base}; {name} comes closest"
@@ -425,7 +436,8 @@ def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
     for removal in removals(folders)[:1]:
         named = []
         for part, name in PARTS.items():
-            layers, plural = sorted(layer for layer, own in removal.places if own == part), ""
+            layers = sorted(layer for layer, own in removal.places if own == part)
+            plural = ""
             if layers:
                 plural = "s" * (len(layers) > 1)
                 of = "" if part == "layer" else f"the {name}{plural} of "
@@ -434,7 +446,8 @@ def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
         added = removal.losses[-1] - removal.losses[0] if removal.losses else None
         error = None
         if timed and timed.added is not None:
-            added, error = timed.added, timed.error
+            added = timed.added
+            error = timed.error
         if added is None:
             continue
         healed = "healed" if any(part.kind == "heal" for part in folders) and timed else "not healed"
@@ -480,10 +493,12 @@ def tables(source: PageSource) -> dict[str, Sequence[Any]]:
 
 def _healing(part: SkipPart) -> Table:
     """The losses before and after healing."""
-    rows, base = [], part.value("loss", "mean", model="original")
+    rows = []
+    base = part.value("loss", "mean", model="original")
     for name in map(str, part.table["model"].dropna().unique()):
         cells: dict[str, Any] = {key: part.value(key, "mean", model=name) for key in ("loss", "kl", "greedy_agreement")}
-        loss, error = cells["loss"], part.value("loss", "difference_stderr", model=name)
+        loss = cells["loss"]
+        error = part.value("loss", "difference_stderr", model=name)
         if name != "original" and base is not None and loss is not None:
             cells["added"] = signed(loss - base, error)
         rows.append((short(name, 40), cells))
@@ -516,7 +531,8 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
 
 def side_by_side(source: PageSource) -> Table:
     """All timed models: speed, size and loss; sizes are multiples of those of the first model of the program."""
-    timed, rows = timed_models(parts(source)), []
+    timed = timed_models(parts(source))
+    rows = []
     several = len({one.program for one in timed}) > 1
     bases: dict[tuple[int, str], Mapping[str, float]] = {}
     for one in timed:

@@ -12,10 +12,17 @@ import pandas as pd
 
 from fulldepth.reporting.style import categorical, label
 
-SINGLE, SERIES, COMPARISON = "single", "series", "comparison"
-TRAINING, GROUPS, SKIP = "training", "groups", "skip"
-EXIT, GENERATION, EVALUATION = "exit", "generation", "evaluation"
-EXITS, EVALUATIONS = "exits", "evaluations"
+SINGLE = "single"
+SERIES = "series"
+COMPARISON = "comparison"
+TRAINING = "training"
+GROUPS = "groups"
+SKIP = "skip"
+EXIT = "exit"
+GENERATION = "generation"
+EVALUATION = "evaluation"
+EXITS = "exits"
+EVALUATIONS = "evaluations"
 SKIPS = ("skip", "heal", "curve", "bench")
 """Kinds of result folders that one page can show together, in reading order."""
 TOGETHER = "skips"
@@ -163,7 +170,8 @@ class PageSource:
         names = [label(text, 40) for text in labels]
         runs: list[Run] = []
         for index, (text, name) in enumerate(zip(labels, names, strict=True)):
-            rows, entry = self.table[self.table["model"].astype(str) == text], described.get(text, {})
+            rows = self.table[self.table["model"].astype(str) == text]
+            entry = described.get(text, {})
             rows = rows[rows["seed"].isna()] if self.kind == GROUPS else rows
             unique = name if names.count(name) == 1 else f"{name} ({index + 1})"
             layers = num_layers(rows, entry.get("model"))

@@ -36,7 +36,8 @@ EARLY = 0.9
 """Share of the layers up to which a layer with nearly all of the accuracy is worth a sentence."""
 BLOCKS = 4
 """Number of blocks that the suggested search removes, for deep models."""
-LOWEST, HIGHEST = 0.005, 0.5
+LOWEST = 0.005
+HIGHEST = 0.5
 """Displacements of the lightest and the darkest shade; the shades between them are a logarithmic scale."""
 
 
@@ -144,7 +145,8 @@ def spans(layers: list[int]) -> str:
 
 def _last(facts: Facts) -> str:
     """The last layer against the median layer, and its jump; empty without an error."""
-    last, error = facts.displacement[facts.layers], facts.errors[facts.layers]
+    last = facts.displacement[facts.layers]
+    error = facts.errors[facts.layers]
     median, median_error = facts.median
     if math.isnan(last + error) or not median > 0:
         return ""
@@ -168,7 +170,8 @@ def _last(facts: Facts) -> str:
 def _late(facts: Facts) -> str:
     """The share of predictions that settle in the last two layers."""
     layer = facts.layers - 2
-    share, error = 1 - facts.settled[layer], facts.values("saturation", "standard_error_of_cumulative")[layer]
+    share = 1 - facts.settled[layer]
+    error = facts.values("saturation", "standard_error_of_cumulative")[layer]
     if layer < 1 or not (share > 0 and measurable(share, error)[0]):
         return ""
     return f"{100 * share:.0f} ± {100 * error:.1f} % of all predictions change in the last two layers."
@@ -192,7 +195,8 @@ def _predicts(facts: Facts, classes: int | None) -> bool:
         for measure in ("lens_accuracy", "lens_loss")
     )
     last = facts.layers
-    better, gain = right[last] - (1 / classes if classes else 0.0), loss[0] - loss[last]
+    better = right[last] - (1 / classes if classes else 0.0)
+    gain = loss[0] - loss[last]
     errors = [right_error[last], math.hypot(loss_error[0], loss_error[last])]
     return better > 0 and gain > 0 and bool(measurable([better, gain], errors).all())
 
@@ -202,7 +206,8 @@ def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
 
     None for a language model that is not known to predict better than chance.
     """
-    model, data = meta.get("model") or {}, meta.get("data") or {}
+    model = meta.get("model") or {}
+    data = meta.get("data") or {}
     if model.get("task") != "causal-lm" or not model.get("name"):
         return COMPARE
     if not _predicts(facts, data.get("num_classes")):
@@ -228,7 +233,9 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
     if not facts.displacement:
         return None
     errors = {layer: plus_minus({"standard_error": error}) for layer, error in facts.errors.items()}
-    scale, depths, most = math.log(HIGHEST / LOWEST), range(1, facts.layers + 1), len(SEQUENTIAL) - 1
+    scale = math.log(HIGHEST / LOWEST)
+    depths = range(1, facts.layers + 1)
+    most = len(SEQUENTIAL) - 1
     rows: list[dict[str, Any]] = []
     for name, hint, figure, shares, text in (
         (
@@ -253,5 +260,6 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
         texts = [text(at, shares[at]) if at in shares else "" for at in depths]
         if any(texts):
             rows.append({"name": name, "hint": hint, "figure": figure, "shades": shades, "texts": texts})
-    limit, named = f"displacement clearly below {IDLE:g}", layer_axis(facts.layers)["tickvals"]
+    limit = f"displacement clearly below {IDLE:g}"
+    named = layer_axis(facts.layers)["tickvals"]
     return {"layers": facts.layers, "named": named, "idle": facts.idle, "limit": limit, "rows": rows}

@@ -44,7 +44,8 @@ SIGNED_SCALE = [[i / 20, colour] for i, colour in enumerate((*OPPOSITE[:0:-1], *
 DIFFERENCE_SCALE = [[i / 20, colour] for i, colour in enumerate((*BELOW[:0:-1], *ABOVE))]
 """Colour scale for differences, neutral at zero."""
 
-TOLD, NAMED = 4, 12
+TOLD = 4
+NAMED = 12
 """Maximum number of curves that an alternative text describes one by one, and of further ones that it names."""
 TEMPLATE = go.layout.Template(read_yaml("template.yaml"))
 """Layout and defaults of all figures."""

@@ -119,7 +119,8 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
     if settings.claims:
         raise FulldepthError("claims belong to a comparison of groups: compare A/seed-* --against B/seed-*.")
     loaded = [_readable(item) for item in results]
-    labels, first = settings.names, settings.baseline
+    labels = settings.names
+    first = settings.baseline
     if labels is None:
         labels = names(
             [
@@ -202,7 +203,8 @@ def _side_by_side(
     measured: list[Results], labels: list[str], first: int, depth: Depth
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The table and the entries of the document for results of models, not of training runs."""
-    baseline, tables = measured[first], []
+    baseline = measured[first]
+    tables = []
     kind = baseline.meta["kind"]
     models: list[verdict.Entry] = []
     intervals: dict[tuple[str, str], Interval | None] = {}
@@ -239,7 +241,8 @@ def _readable(item: Results | str | Path) -> Results:
     where = "The result" if isinstance(item, Results) else str(item)
     if results.is_comparison:
         raise FulldepthError(f"{where} is a comparison already; compare the measurements that it was made from.")
-    layers, kind = (results.meta.get("model") or {}).get("num_layers"), results.meta.get("kind")
+    layers = (results.meta.get("model") or {}).get("num_layers")
+    kind = results.meta.get("kind")
     if kind not in KINDS or not isinstance(layers, int):
         expected = ", ".join(KINDS.values())
         raise FulldepthError(f"{where} cannot be compared: its kind is {kind!r}; expected {expected}.")

@@ -31,7 +31,8 @@ Array = NDArray[np.float64]
 
 FROM_THE_END = "jump_rate"
 """Measure whose layers are counted from the last one: zeta_L is compared with zeta_L at any depth."""
-ERROR, ERROR_OF = "standard_error", "standard_error_of_"
+ERROR = "standard_error"
+ERROR_OF = "standard_error_of_"
 TARGET = 0.95
 """Share of the last layer's accuracy that the effective depth of a headline reaches."""
 
@@ -98,7 +99,8 @@ def counterparts(
     Returns:
         `[len(table), len(columns)]`; NaN where the baseline has no number at that depth.
     """
-    rows, base = _keyed(table), _keyed(baseline, *columns)
+    rows = _keyed(table)
+    base = _keyed(baseline, *columns)
     # measures of pairs are symmetric and may be stored once per pair, except across two towers
     pairs = base[(base["other"] >= 0) & (base["site"] != "cross")]
     base = pd.concat([base, pairs.rename(columns={"layer": "other", "other": "layer"})])
@@ -116,7 +118,8 @@ def counterparts(
         from_the_end = (rows["measure"] == FROM_THE_END).to_numpy()
         first = np.where(first < 0, first, np.where(from_the_end, first - layers + baseline_layers, scaled[0]))
         second = np.where(second < 0, second, scaled[1])
-    down, right = first - np.floor(first), second - np.floor(second)
+    down = first - np.floor(first)
+    right = second - np.floor(second)
     alike = (first == second) & (second >= 0)
     result = np.zeros((len(rows), len(columns)))
     for below, beside in product((0, 1), (0, 1)):
@@ -199,7 +202,8 @@ def step_interval(name: str, results: Results, baseline: Results) -> Interval | 
         .astype(float)
         for one in (results, baseline)
     )
-    below, above = math.hypot(value - low, base_high - base), math.hypot(high - value, base - base_low)
+    below = math.hypot(value - low, base_high - base)
+    above = math.hypot(high - value, base - base_low)
     difference = value - base
     return Interval(difference - below, difference + above, False) if math.isfinite(below + above) else None
 

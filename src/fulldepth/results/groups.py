@@ -30,7 +30,8 @@ from fulldepth.results.verdict import Entry, Number
 from fulldepth.settings.measure import SPEED_ONLY
 from fulldepth.settings.train import MAY_DIFFER
 
-FEWEST_PAIRS, SURE = 2, 5
+FEWEST_PAIRS = 2
+SURE = 5
 """Pairs of a test, and of one that is not called an indication."""
 LEVEL = 0.05
 """p below which a claim holds."""
@@ -227,7 +228,8 @@ def _reasons(pairs: list[list[Entry]], kind: str) -> list[str]:
     Raises:
         FulldepthError: if a pair, or two measurements of one group, are not comparable.
     """
-    firsts, lines = pairs[0], []
+    firsts = pairs[0]
+    lines = []
     for first, second in pairs:
         for one, other in ((first, second), (first, firsts[0]), (second, firsts[1])):
             finding = verdict.incomparable(one, other) if kind == "measure" else None
@@ -338,7 +340,8 @@ def _headline(
             raise unknown("number in claims", name, chosen)
     one_sided = {}
     for name, sign in claims.items():
-        p, as_claimed = chosen[name]["p"], (chosen[name]["difference"] > 0) == (sign == "greater")
+        p = chosen[name]["p"]
+        as_claimed = (chosen[name]["difference"] > 0) == (sign == "greater")
         one_sided[name] = p / 2 if as_claimed else 1 - p / 2
     corrected = dict(zip(one_sided, holm([*one_sided.values()]), strict=True))
     for name, row in chosen.items():
@@ -364,7 +367,8 @@ def _sentence(test: Mapping[str, Any], labels: Sequence[str]) -> str:
     unit = "" if test["unit"] == "1" else f" {test['unit']}"
     low, high = test["interval"]
     spread = f"{test['difference']:+.3g} ± {test['deviation']:.2g} (standard deviation)"
-    p, sign = f"p = {test['p']:.2g}", test.get("claim")
+    p = f"p = {test['p']:.2g}"
+    sign = test.get("claim")
     if not test["deviation"]:
         same = f"difference {test['difference']:+.3g}, the same for every seed"
         found = same if test["difference"] else "no difference"
@@ -390,7 +394,8 @@ def _redundancy(tests: pd.DataFrame, labels: Sequence[str]) -> Iterator[tuple[st
     """The redundancy change (JREG, Eq. 7): at how many layers displacement differs, after Holm's correction."""
     rows = tests[(tests["measure"] == "displacement") & (tests["statistic"] == "mean") & (tests["site"] == "residual")]
     if len(rows):
-        change, layers = rows["difference"].to_numpy(np.float64), len(rows)
+        change = rows["difference"].to_numpy(np.float64)
+        layers = len(rows)
         differs = holm(rows["p"]) < LEVEL
         larger, smaller = (int((differs & side).sum()) for side in (change > 0, change < 0))
         text = f"larger in {labels[0]} than in {labels[1]} at {larger} of {layers} layers and smaller at {smaller}"

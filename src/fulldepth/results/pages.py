@@ -77,7 +77,8 @@ def write_index(folder: str | Path, chapters: Sequence[Chapter], *, title: str) 
     Raises:
         FulldepthError: if a folder holds no readable results, or the page cannot be written.
     """
-    root, shown = Path(folder), []
+    root = Path(folder)
+    shown = []
     for chapter in chapters:
         results = Results.load(root / chapter.folder)
         about = {"href": f"{chapter.folder}/{PAGE}", "title": chapter.title, "command": chapter.command}
@@ -131,7 +132,8 @@ def _check(loaded: Sequence[tuple[str, Results]]) -> None:
     """Raise if the folders cannot share a page."""
     subjects = []
     for label, results in loaded:
-        meta, kind = results.meta, str(results.meta.get("kind"))
+        meta = results.meta
+        kind = str(results.meta.get("kind"))
         if kind not in SKIPS:
             raise FulldepthError(
                 f"{label} holds results of kind {kind}, which have a page of their own: expected folders of fulldepth "

@@ -82,7 +82,11 @@ class RunCallback(TrainerCallback):
         notes: RunNotes,
         checkpoint: Path | None,
     ) -> None:
-        self.trainer, self.folder, self.meta, self.evaluate, self.watcher = trainer, folder, meta, evaluate, watcher
+        self.trainer = trainer
+        self.folder = folder
+        self.meta = meta
+        self.evaluate = evaluate
+        self.watcher = watcher
         self.settings: TrainSettings = trainer.settings
         self.table = tabulate([], step=0)
         """Result rows of every evaluation."""
@@ -94,7 +98,8 @@ class RunCallback(TrainerCallback):
         self.other_load = OtherLoad()
         reset_peak()
         self.stop_asked = False
-        self._notes, self._evaluated = notes, notes.evaluated
+        self._notes = notes
+        self._evaluated = notes.evaluated
         self._rate = self._since = 0.0
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(self)
@@ -151,8 +156,10 @@ class RunCallback(TrainerCallback):
         measured, shown = self.evaluate(self.trainer.accelerator.unwrap_model(self.trainer.model))
         means = self._means()
         self.tally.take()
-        seconds, steps = self.elapsed - self._elapsed_before, step - self._evaluated
-        self._elapsed_before, self._evaluated = self.elapsed, step
+        seconds = self.elapsed - self._elapsed_before
+        steps = step - self._evaluated
+        self._elapsed_before = self.elapsed
+        self._evaluated = step
         parts = [f"{'train' if name == 'ce' else name} {total / n:.4f}" for name, (total, n) in means.items()]
         line = [f"step {step}: validation {measured[0].value:.4f}", *parts, *shown]
         rows: list[Any] = [*measured]
@@ -162,7 +169,8 @@ class RunCallback(TrainerCallback):
             rows.append((measure, site, None, None, "mean", total / count, round(count), unit))
         facts = [("learning_rate", "value", self._rate, "1")] if step else []
         if steps and seconds > 0:
-            speed, unit = steps * self.settings.units_per_step / seconds, f"{self.settings.unit}/s"
+            speed = steps * self.settings.units_per_step / seconds
+            unit = f"{self.settings.unit}/s"
             facts.append(("throughput", "mean", speed, unit))
             line.append(f"{speed:,.0f} {unit}")
         facts += [
@@ -248,7 +256,10 @@ def card_of(meta: Mapping[str, Any], settings: TrainSettings, findings: Mapping[
         findings: by name.
         step: optimiser steps taken.
     """
-    model, data, task, start = meta["model"], settings.data, settings.task, settings.model.checkpoint
+    model = meta["model"]
+    data = settings.data
+    task = settings.task
+    start = settings.model.checkpoint
     recipe = one_line(meta["recipe"], 100)
     beginning = f"fine-tuned from `{one_line(start, 200)}`" if start else "trained from scratch"
     method = (

@@ -40,12 +40,16 @@ def evaluate(
         accuracies and losses by layer, precisions, displacements and jump rates; and further numbers than the loss for
         the line that a run prints.
     """
-    anatomy, task, device = find_anatomy(model), Task.of(model), next(model.parameters()).device
-    layers, detects = anatomy.num_layers, task.name == "detection"
+    anatomy = find_anatomy(model)
+    task = Task.of(model)
+    device = next(model.parameters()).device
+    layers = anatomy.num_layers
+    detects = task.name == "detection"
     one_cluster = (0,) * len(data)  # no standard errors, which take time
     precision = AveragePrecision(Setup(layers, 1, num_sequences=len(data), clusters=one_cluster)) if detects else None
     sums: dict[str, Tensor] = {}
-    rank, world = current().rank, current().world
+    rank = current().rank
+    world = current().world
     starts = range(0, len(data), batch_size)
     with evaluating(model), capture(anatomy, ["residual"]) as activations:
         for first in range(0, len(starts), world):
@@ -59,20 +63,25 @@ def evaluate(
                 value = value.to(device, torch.float64)
                 sums[name] = sums.get(name, 0) + (value if counts else torch.zeros_like(value))
             if counts and precision is not None:
-                heads, dtype = DetectionHeads(Classifier(anatomy)), next(anatomy.model.parameters()).dtype
+                heads = DetectionHeads(Classifier(anatomy))
+                dtype = next(anatomy.model.parameters()).dtype
                 read = [heads.read(state.to(dtype), layer) for layer, state in enumerate(states[1:], start=1)]
                 logits, boxes = (torch.stack(part).float() for part in zip(*read, strict=True))  # [L, B, Q, C or 4]
                 mask = torch.ones(logits.shape[1:3], dtype=torch.bool)
-                images, found = torch.arange(start, start + len(mask)), Detections(logits, boxes, batch["labels"])
+                images = torch.arange(start, start + len(mask))
+                found = Detections(logits, boxes, batch["labels"])
                 precision.update(Observation({}, mask, mask, images, detections=found))
             activations.clear()
     for total in sums.values():
         add_up(total)
-    tokens, targets = float(sums["tokens"]), float(sums["targets"])
-    rows, shown = list[Row](), list[str]()
+    tokens = float(sums["tokens"])
+    targets = float(sums["targets"])
+    rows = list[Row]()
+    shown = list[str]()
 
     def add(measure: str, value: Any, layer: int | None = None, unit: str = "1", count: float = targets) -> None:
-        site, statistic = "model" if layer is None else "residual", "value" if measure == "jump_rate" else "mean"
+        site = "model" if layer is None else "residual"
+        statistic = "value" if measure == "jump_rate" else "mean"
         rows.append(Row(measure, site, layer, None, statistic, float(value), round(count), unit))
 
     add("validation_loss", sums["loss"] / targets, unit="1" if detects else "nats")
@@ -109,7 +118,9 @@ def _batch_sums(
     targets (of a detector objects); of a classifier correct rows, by the model and by its heads on layers 0..L, and the
     losses of these.
     """
-    loss, targets, last = task.loss(outputs), task.targets(batch), states[-1]
+    loss = task.loss(outputs)
+    targets = task.targets(batch)
+    last = states[-1]
     if targets is None:
         targets = torch.stack([(~target["crowd"]).sum() for target in batch["labels"]]).sum()
     auxiliary = task.auxiliary(outputs)
@@ -126,7 +137,8 @@ def _batch_sums(
         "targets": targets,
     }
     if task.classifies:
-        labels, classifier = batch["labels"], Classifier(anatomy)
+        labels = batch["labels"]
+        classifier = Classifier(anatomy)
         mask = classifier.sample_mask(batch, counted)
         read = read_layers(classifier, torch.stack([state.to(last.device) for state in states]), labels, mask)
         sums["correct"] = ((outputs.logits.argmax(-1) == labels) & (labels != IGNORE)).sum()

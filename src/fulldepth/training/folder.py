@@ -287,7 +287,8 @@ def check_disk(model: PreTrainedModel, settings: TrainSettings, folder: Path, ch
     Raises:
         FulldepthError: with the number and size of the checkpoints, and the free bytes.
     """
-    done, keep = 0 if checkpoint is None else step_of(checkpoint), settings.keep_checkpoints
+    done = 0 if checkpoint is None else step_of(checkpoint)
+    keep = settings.keep_checkpoints
     count = math.ceil(settings.steps / settings.save_every) - done // settings.save_every
     if done >= settings.steps:
         return
@@ -349,8 +350,10 @@ def export_run(
         FulldepthError: if there is no such run or checkpoint, `output` exists, the disk is full, or a file is damaged.
     """
     if is_sealed(run) and step is None:  # the folder of a checkpoint instead of its run
-        run, step = Path(run).absolute().parent, step_of(Path(run).absolute())
-    checkpoints, target = dict(sealed_checkpoints(run)), Path(output)
+        step = step_of(Path(run).absolute())
+        run = Path(run).absolute().parent
+    checkpoints = dict(sealed_checkpoints(run))
+    target = Path(output)
     if not checkpoints:
         raise FulldepthError(f"{run} holds no whole checkpoint of a training run; expected the folder of one.")
     if step is not None and step not in checkpoints:

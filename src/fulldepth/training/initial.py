@@ -49,7 +49,8 @@ def draw_weights(model: PreTrainedModel, settings: InitializerSettings) -> None:
     check_initializer(model, settings)
     with torch.no_grad():
         for module in _matrices(model) if settings.distribution != "model" else ():
-            weight, embeds = module.weight, isinstance(module, nn.Embedding)
+            weight = module.weight
+            embeds = isinstance(module, nn.Embedding)
             drawn = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))  # not bfloat16
             if settings.distribution == "glorot":
                 weight.copy_(drawn.normal_() if embeds else nn.init.xavier_uniform_(drawn))

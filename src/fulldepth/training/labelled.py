@@ -53,7 +53,8 @@ def class_names(settings: TrainSettings, source: Source | None = None) -> tuple[
             or they have no classes, or not as many as declared.
     """
     declared = (settings.model.model_extra or {}).get("num_labels")
-    data, detects = settings.data, settings.task == "detection"
+    data = settings.data
+    detects = settings.task == "detection"
     least = 1 if detects else 2
     if declared is not None and (type(declared) is not int or declared < least):
         raise FulldepthError(
@@ -87,7 +88,9 @@ def labelled_data(settings: TrainSettings) -> tuple[list[Source], list[str]]:
     Raises:
         FulldepthError: if there are none, or a row is bad and `data.skip_bad` is not set.
     """
-    data, skip, detects = settings.data, settings.data.skip_bad, settings.task == "detection"
+    data = settings.data
+    skip = settings.data.skip_bad
+    detects = settings.task == "detection"
     warnings = list[str]()
 
     def checked(source: Source, *, every: bool) -> Source:
@@ -122,7 +125,8 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
     Raises:
         FulldepthError: if data, model or method do not fit the task.
     """
-    detects, start = settings.task == "detection", settings.model.checkpoint
+    detects = settings.task == "detection"
+    start = settings.model.checkpoint
     for name in settings.objective.terms if detects else ():
         if name not in DETECTS:
             raise FulldepthError(
@@ -210,7 +214,8 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
         special_tokens={**special_tokens(tokenizer), "pad_token_id": pad_id},
         classes=parts[0].class_names,
     )
-    described, examples = Fingerprint(settings.task), []
+    described = Fingerprint(settings.task)
+    examples = []
     for rows in parts:
         prepared = prepare(
             rows,
@@ -238,7 +243,8 @@ def padding_warning(model: Any, rows: LabelledRows, collator: Collator) -> list[
     FNet and ConvBERT mix padding into the tokens; XLNet's classifier reads the last position.
     """
     ends = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    shortest, longest = rows[ends[0]], rows[ends[-1]]
+    shortest = rows[ends[0]]
+    longest = rows[ends[-1]]
     with evaluating(model):
         alone, padded = (model(**collator(batch)).logits[:1] for batch in ([shortest], [shortest, longest]))
     if is_close(padded, alone):
@@ -280,7 +286,8 @@ def changed(
         seed: of the run.
     """
     random = np.random.default_rng([seed, key])
-    flips, angle = random.random() < 0.5, random.uniform(-settings.rotation, settings.rotation)
+    flips = random.random() < 0.5
+    angle = random.uniform(-settings.rotation, settings.rotation)
     shift = random.integers(-settings.crop, settings.crop, 2, endpoint=True)
     record = record.mirrored() if settings.flip and flips else record
 

@@ -65,7 +65,8 @@ from fulldepth.training.lora import add_adapters
 
 WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}
 """Precision of a run -> type of its weights, gradients and optimiser states."""
-POSITIONS, TIED = "max_position_embeddings", "tie_word_embeddings"
+POSITIONS = "max_position_embeddings"
+TIED = "tie_word_embeddings"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOT_OPTIONS = {
     "self",
@@ -467,7 +468,8 @@ def with_new_head(
     Raises:
         FulldepthError: if the checkpoint lacks weights of the body, or that will be frozen.
     """
-    own, body = model.state_dict(), f"{model.base_model_prefix}."
+    own = model.state_dict()
+    body = f"{model.base_model_prefix}."
     output = {*output_layer(find_anatomy(model))[2].parameters()} if frozen else set()
     trained = {name for name, weight in model.named_parameters() if weight in output}
     loaded = load_checkpoint(

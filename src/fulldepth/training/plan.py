@@ -87,7 +87,8 @@ def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     left_out = {p for module in [*tables, *heads] for p in module.parameters()}
     shards = processes if settings.fsdp else 1
-    parameters, trainable = model.num_parameters(), model.num_parameters(only_trainable=True)
+    parameters = model.num_parameters()
+    trainable = model.num_parameters(only_trainable=True)
     return RunPlan(
         settings=settings,
         model=type(model).__name__,
@@ -109,7 +110,8 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
         FulldepthError: if the settings are inconsistent, or their tokenizer or checkpoint does not exist.
     """
     settings = resolved(settings)
-    of_text, vocab_size = settings.unit != "images", None
+    of_text = settings.unit != "images"
+    vocab_size = None
     if of_text and "vocab_size" not in (settings.model.model_extra or {}) and settings.model.checkpoint is None:
         name, _, size = named_tokenizer(settings)
         vocab_size = size or len(load_tokenizer(name))
@@ -121,7 +123,8 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
         classes=None if settings.task == "causal-lm" else class_names(settings),
     )
     made = plan(settings, config, processes=launch.world())
-    settings, flops = made.settings, made.flops
+    settings = made.settings
+    flops = made.flops
     unit = "sequences" if settings.unit == "tokens" else settings.unit
     outside = f"{made.parameters_without_embeddings:,} without embeddings and output head."
     rows = [

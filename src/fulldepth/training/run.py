@@ -77,7 +77,8 @@ def train(
     Raises:
         FulldepthError: if the folder holds another run, the settings are inconsistent, or the loss is not finite.
     """
-    settings, folder = resolved(settings), Path(output)
+    settings = resolved(settings)
+    folder = Path(output)
     check_outside(folder, settings.data.name, settings.data.validation)
     name = Path(recipe).stem if isinstance(recipe, str | Path) else "settings"
     with silent(logging.ERROR), explaining_full_disk(lambda: _last_good(folder)):
@@ -114,7 +115,8 @@ def train(
                 "versions": versions(),
                 "warnings": warnings,
             }
-            collate, batch_size = data.collator or trainer.data_collator, 8 if settings.task == "causal-lm" else 32
+            collate = data.collator or trainer.data_collator
+            batch_size = 8 if settings.task == "causal-lm" else 32
             callback = RunCallback(
                 trainer,
                 folder,

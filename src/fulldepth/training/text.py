@@ -46,7 +46,8 @@ PROBE = "fulldepth_varlen"
 """Name under which transformers finds `varlen_attention`."""
 LENGTH = 6
 """Tokens of each of the two documents."""
-LEAK, SAME = 1e-5, {torch.float32: 1e-3, torch.float64: 1e-6}
+LEAK = 1e-5
+SAME = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest differences relative to the largest logit: between logits beside two other documents, and to those of the
 document alone, by precision (half precision: 0.05), where kernels for another shape may round differently."""
 TEMPLATE = (
@@ -270,7 +271,9 @@ def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, wat
         """TRL's SFTTrainer with an objective."""
 
     config, tokenizer = language_model(settings, folder, arguments, watcher)
-    data, length, warnings = settings.data, settings.sequence_length, list[str]()
+    data = settings.data
+    length = settings.sequence_length
+    warnings = list[str]()
     if not tokenizer.chat_template:
         tokenizer.chat_template = TEMPLATE
     noting = Watcher(say=warnings.append)
@@ -314,10 +317,12 @@ def _encoded(
     examples: dict[str, list[Any]] = {key: [] for key in ("input_ids", "labels", "row", "size", "answered")}
     for place, number in enumerate(numbers):
         if "messages" in rows:
-            messages, first = rows["messages"][place], 1
+            messages = rows["messages"][place]
+            first = 1
         else:
             prompt = rows["prompt"][place]
-            messages, first = [*prompt, *rows["completion"][place]], len(prompt)
+            messages = [*prompt, *rows["completion"][place]]
+            first = len(prompt)
         cut_off, end = (rows[key][place] if key in rows else None for key in (CUT_OFF, END))
         where = f"{name} conversation {number + 1}"
         for ids, labels in chat_examples(tokenizer, messages, where, first, cut_off=cut_off, end=end):
@@ -352,7 +357,8 @@ def chat_examples(
         if messages[place]["role"] != "assistant" or not messages[place]["content"].strip():
             continue
         prompt, answer, _ = encode_pair(tokenizer, messages[:place], messages[place], where, cut_off=cut_off, end=end)
-        ids, labels = [*prompt, *answer], [*[IGNORE] * len(prompt), *answer]
+        ids = [*prompt, *answer]
+        labels = [*[IGNORE] * len(prompt), *answer]
         if examples and prompt[: len(examples[-1][0])] == examples[-1][0]:
             earlier = examples.pop()[1]
             labels[: len(earlier)] = earlier
@@ -380,10 +386,12 @@ def held_out_rows(rows: Any, most: int, seed: int) -> np.ndarray | None:
         groups, group, sizes = np.unique(keys, return_inverse=True, return_counts=True)  # in the order of their hashes
         if len(groups) < 2:
             continue
-        chosen, room = np.zeros(len(groups), bool), most
+        chosen = np.zeros(len(groups), bool)
+        room = most
         for number, size in enumerate(sizes.tolist()):
             if size <= room:
-                chosen[number], room = True, room - size
+                chosen[number] = True
+                room = room - size
         if not chosen.any():
             chosen[sizes.argmin()] = True
         elif chosen.all():

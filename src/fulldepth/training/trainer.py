@@ -55,11 +55,13 @@ def resolved(settings: TrainSettings) -> TrainSettings:
     """
     if settings.method not in METHODS:
         raise unknown("method", settings.method, METHODS)
-    given, known = settings.objective.model_dump(exclude_unset=True), (*TERMS, "energy_warmup")
+    given = settings.objective.model_dump(exclude_unset=True)
+    known = (*TERMS, "energy_warmup")
     for name in given:
         if name not in known:
             raise unknown("setting", f"objective.{name}", [f"objective.{key}" for key in known])
-    preset, start = METHODS[settings.method], settings.model.checkpoint
+    preset = METHODS[settings.method]
+    start = settings.model.checkpoint
     if start is not None or settings.task == "detection":
         preset = {
             name: {**options, "schedule": "always"} if "schedule" in options else options
@@ -120,9 +122,11 @@ def training_arguments(settings: TrainSettings, folder: Path) -> Any:
     if on_cpu and settings.precision != "float32":
         check_bfloat16()
     schedule = {"cosine": "cosine_with_min_lr", "linear": "linear"}.get(settings.schedule, "constant_with_warmup")
-    kind, more = TrainingArguments, dict[str, Any]()
+    kind = TrainingArguments
+    more = dict[str, Any]()
     if settings.stage == "sft":
-        kind, more = trl_module().SFTConfig, {"max_length": None, "packing": False}  # `conversation_data` cuts
+        kind = trl_module().SFTConfig
+        more = {"max_length": None, "packing": False}  # `conversation_data` cuts
     if settings.schedule == "cosine":
         more["lr_scheduler_kwargs"] = {"min_lr_rate": settings.min_learning_rate / settings.learning_rate}
     if settings.fsdp:
@@ -353,7 +357,8 @@ class RunMixin(AnyTrainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        settings, data = self.settings, self.train_dataset
+        settings = self.settings
+        data = self.train_dataset
         sampler = EpochSampler if isinstance(data, LabelledRows) else ShuffledSampler
         return sampler(len(data), seed=settings.seed, length=settings.steps * settings.global_batch_size)
 
@@ -410,7 +415,8 @@ class RunMixin(AnyTrainer):
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        states, whole = self.optimizer.state_dict(), dict[int, dict[str, Any]]()
+        states = self.optimizer.state_dict()
+        whole = dict[int, dict[str, Any]]()
         for index, moments in states["state"].items():
             whole[index] = {}
             for name, value in moments.items():
@@ -441,7 +447,8 @@ class RunMixin(AnyTrainer):
         states = read(Path(checkpoint) / OPTIMIZER_NAME, mmap=True)
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for index, moments in states["state"].items():
-            mesh, placements = parameters[index].device_mesh, parameters[index].placements
+            mesh = parameters[index].device_mesh
+            placements = parameters[index].placements
             for name, value in moments.items():
                 if value.ndim:
                     value = value.to(parameters[index].device)

@@ -60,7 +60,8 @@ class DepthLlamaRotaryEmbedding(LlamaRotaryEmbedding):
         precision = torch.promote_types(x.dtype, torch.float32)
         angles = position_ids[..., None].to(precision) * self.inv_freq.to(x.device, precision)
         angles = torch.cat((angles, angles), dim=-1)
-        cosines, sines = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        cosines = angles.cos() * self.attention_scaling
+        sines = angles.sin() * self.attention_scaling
         return cosines.to(x.dtype), sines.to(x.dtype)
 
 
@@ -102,7 +103,8 @@ class DepthLlamaAttention(LlamaAttention):
         self.memory_norm: DepthLlamaRMSNorm | None = None
         if config.memory == "none" or layer_idx == 0:
             return
-        heads, sources = self.k_proj.out_features // self.head_dim, layer_idx + 1
+        heads = self.k_proj.out_features // self.head_dim
+        sources = layer_idx + 1
         if config.memory == "kv":
             self.router = KeyValueRouter(heads, sources, init=config.kv_init)
             return
@@ -144,7 +146,8 @@ class DepthLlamaAttention(LlamaAttention):
         keys, values, *own = self._keys_and_values(hidden_states, stream, memory)
         values = self.value_states(values)
         query_states = self.q_proj(hidden_states).view(shape).transpose(1, 2)
-        key_states, value_states = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+        key_states = keys.view(shape).transpose(1, 2)
+        value_states = values.view(shape).transpose(1, 2)
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, *position_embeddings)
         cache = single_cache(cache, past_key_values)
         if cache is not None:
@@ -190,7 +193,8 @@ class DepthLlamaAttention(LlamaAttention):
         else:
             weights = self.router(states[-1], gain=norm.weight if plain else None)
         if plain:
-            heads, biases = self.k_proj.out_features // self.head_dim, (self.k_proj.bias, self.v_proj.bias)
+            heads = self.k_proj.out_features // self.head_dim
+            biases = (self.k_proj.bias, self.v_proj.bias)
             return routed_key_value(
                 states, weights, norm.weight, self.k_proj.weight, self.v_proj.weight, heads, *biases
             )

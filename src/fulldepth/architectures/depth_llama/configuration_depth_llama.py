@@ -138,7 +138,9 @@ class DepthLlamaConfig(LlamaConfig):
         the router's weights; `kv`: `4 r H_kv^2 d_h`. Hyper-Connections, twice a layer: `2 n (n + 1) D` to mix n
         streams, and if dynamic `2 n (n + 2) D`. None depends on the sequence's length.
         """
-        layers, width, streams = self.num_hidden_layers, self.hidden_size, self.num_streams
+        layers = self.num_hidden_layers
+        width = self.hidden_size
+        streams = self.num_streams
         heads = self.num_key_value_heads or self.num_attention_heads
         channels = self.head_dim or width // self.num_attention_heads
         sources = layers * (layers + 1) // 2 - 1  # the sum of r = 2..L
@@ -210,7 +212,8 @@ def _checked_tree(tree: Any, num_layers: int) -> dict[int, list[int]]:
     checked: dict[int, list[int]] = {}
     for key, sources in tree.items():
         try:
-            layer, (ancestor, previous) = int(key), (index(source) for source in sources)
+            layer = int(key)
+            (ancestor, previous) = (index(source) for source in sources)
         except (TypeError, ValueError) as error:
             raise ValueError(f"tree must map a layer to [ancestor, previous], got {key!r}: {sources!r}") from error
         if not (0 <= layer < num_layers and all(EMBEDDING <= source < layer for source in (ancestor, previous))):

@@ -75,7 +75,8 @@ class HyperConnection(nn.Module):
             without the leading `B, T` for a static connection.
         """
         precision = torch.promote_types(streams.dtype, torch.float32)
-        alpha, beta = self.static_alpha.to(precision), self.static_beta.to(precision)
+        alpha = self.static_alpha.to(precision)
+        beta = self.static_beta.to(precision)
         if self.dynamic:
             weight = torch.cat([self.dynamic_alpha, self.dynamic_beta.unsqueeze(-1)], dim=-1)
             # Normalised again in backward, so that LN(h) is not kept.

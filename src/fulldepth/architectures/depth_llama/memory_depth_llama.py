@@ -241,7 +241,8 @@ def routed_key_value(
     Returns:
         Keys (before rotary embedding) and values, `[B, T, H_kv * d_h]` each.
     """
-    dtype, heads = _compute_type(states[0]), num_kv_heads
+    dtype = _compute_type(states[0])
+    heads = num_kv_heads
     if not torch.is_grad_enabled() and states[0].shape[:-1].numel() < 2 * len(key_weight) // heads:
         keys, values = _project_mixtures(states, weights.to(dtype), gain, (key_weight, value_weight), heads)
     else:
@@ -287,7 +288,8 @@ def _project_mixtures(
 def _mix_heads(keys: Sequence[Tensor], values: Sequence[Tensor], weights: Tensor) -> tuple[Tensor, Tensor]:
     """`route_key_value` with the heads of all layers at once."""
     batch, time, width = keys[0].shape
-    heads, sources = len(weights), len(keys)
+    heads = len(weights)
+    sources = len(keys)
     stacked = torch.stack([*keys, *values], dim=2).to(_compute_type(keys[0]))  # [B, T, 2 r, H d_h]
     stacked = stacked.view(batch, time, 2, sources * heads, width // heads)
     routed = (weights.flatten(1).to(stacked.dtype) @ stacked).flatten(-2)  # [B, T, 2, H d_h]
@@ -327,7 +329,8 @@ class _Normalise(torch.autograd.Function):
     @_first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         normalised, scale = ctx.saved_tensors
-        normalised, gradient = normalised.to(scale.dtype), gradient.to(scale.dtype)
+        normalised = normalised.to(scale.dtype)
+        gradient = gradient.to(scale.dtype)
         along = (gradient * normalised).mean(-1, keepdim=True)
         return torch.addcmul(gradient, normalised, along, value=-1).mul(scale).to(ctx.dtype), None, None
 
@@ -347,7 +350,8 @@ class _RoutedProjection(torch.autograd.Function):
         *states: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(weights, gain, key_weight, value_weight, *states)
-        ctx.heads, ctx.dtype = heads, dtype
+        ctx.heads = heads
+        ctx.dtype = dtype
         batch, time, _ = states[0].shape
         with torch.autocast(_autocast_kind(states[0]), enabled=False):
             projection = _joined(key_weight, value_weight, heads).mul(gain).to(dtype).mT.contiguous()  # [H, D, 2 d_h]
@@ -356,14 +360,16 @@ class _RoutedProjection(torch.autograd.Function):
             for rows, sources in _tiles(states, 1, heads, dtype):
                 mixed = _mix(_of_rows(weights, rows).to(dtype), sources)
                 tile = torch.bmm(mixed, projection).transpose(0, 1)  # [t, H, 2 d_h]
-                keys[rows], values[rows] = tile[..., :width], tile[..., width:]
+                keys[rows] = tile[..., :width]
+                values[rows] = tile[..., width:]
         return keys.view(batch, time, -1), values.view(batch, time, -1)
 
     @staticmethod
     @_first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         weights, gain, key_weight, value_weight, *states = ctx.saved_tensors
-        heads, dtype = ctx.heads, ctx.dtype
+        heads = ctx.heads
+        dtype = ctx.dtype
         with torch.autocast(_autocast_kind(states[0]), enabled=False):
             joined = _joined(key_weight, value_weight, heads)
             projection = joined.mul(gain).to(dtype)  # [H, 2 d_h, D]
@@ -412,7 +418,8 @@ class _RoutedHeads(torch.autograd.Function):
     @_first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         weights, *layers = ctx.saved_tensors
-        heads, dtype = len(weights), ctx.dtype
+        heads = len(weights)
+        dtype = ctx.dtype
         flat = gradient.flatten(0, 1).unflatten(-1, (heads, -1)).transpose(0, 1)  # [H, N, d_h]
         d_layers = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in layers]
         with torch.autocast(_autocast_kind(gradient), enabled=False):

@@ -36,7 +36,8 @@ class DepthLlamaDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: DepthLlamaConfig, layer_idx: int) -> None:
         super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
+        width = config.hidden_size
+        eps = config.rms_norm_eps
         self.self_attn = DepthLlamaAttention(config, layer_idx)
         self.mlp = LlamaMLP(config)
         scale = (layer_idx + 1) ** -0.5 if config.norm_scaling else 1.0
@@ -271,7 +272,9 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
     @capture_outputs
     def _decode(self, hidden_states: Tensor, cache: Cache | None, **kwargs: Any) -> BaseModelOutputWithPast:
         """Embeddings `[B, T, D]` through all layers, each with what it reads of tree and memory, and the norm."""
-        kind, eps, hyper = self.config.memory, self.config.rms_norm_eps, self.config.residual == "hyper"
+        kind = self.config.memory
+        eps = self.config.rms_norm_eps
+        hyper = self.config.residual == "hyper"
         tree = (self.config.tree or {}) if self.config.residual == "tree" else {}
         read_later = {source for layer, sources in tree.items() for source in sources if source != layer - 1}
         if hyper:

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import transformers
 
-NO_ATTENTION, NO_MLP = "fulldepth_no_attention", "fulldepth_no_mlp:"
+NO_ATTENTION = "fulldepth_no_attention"
+NO_MLP = "fulldepth_no_mlp:"
 """Entry of a saved `layer_types` for a layer without attention, and prefix of the entry for a layer without MLP. Stock
 configurations refuse both, so that `LlamaForCausalLM.from_pretrained` cannot load such a checkpoint with random weights
 in place of the missing ones."""
@@ -63,8 +64,10 @@ class SkippedConfig:
         **kwargs: Any,
     ) -> None:
         """Only before transformers 5: its configurations are dataclasses, which call `__post_init__`."""
-        self.skipped_attention, self.skipped_mlp = list(skipped_attention or ()), list(skipped_mlp or ())
-        self.stream_scale, self.scalars = stream_scale, scalars
+        self.skipped_attention = list(skipped_attention or ())
+        self.skipped_mlp = list(skipped_mlp or ())
+        self.stream_scale = stream_scale
+        self.scalars = scalars
         if layer_types is not None and "layer_types" in inspect.signature(super().__init__).parameters:
             kwargs["layer_types"] = self._plain(layer_types)
         rope = older_rope(
@@ -105,7 +108,8 @@ class SkippedConfig:
     def to_dict(self) -> dict[str, Any]:
         """The stock entries, with layers that lack a part marked in `layer_types`."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        no_attention, no_mlp = set(self.skipped_attention or ()), set(self.skipped_mlp or ())
+        no_attention = set(self.skipped_attention or ())
+        no_mlp = set(self.skipped_mlp or ())
         if no_attention or no_mlp:
             types = getattr(self, "layer_types", None) or ["full_attention"] * self.num_hidden_layers
             types = [NO_ATTENTION if layer in no_attention else kind for layer, kind in enumerate(types, start=1)]
@@ -123,7 +127,8 @@ def older_rope(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
         kind: `model_type` of the stock family.
         values: entries of a configuration.
     """
-    rope, names = values.get("rope_parameters"), {}
+    rope = values.get("rope_parameters")
+    names = {}
     if not isinstance(rope, Mapping):
         return {}
     if kind in ROPE_BY_LAYER and isinstance(rope.get("full_attention"), Mapping):

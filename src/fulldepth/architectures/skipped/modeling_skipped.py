@@ -169,7 +169,8 @@ class _Factors:
     """
 
     def __init__(self, b: float, s: float) -> None:
-        self.b, self.s = b, s
+        self.b = b
+        self.s = s
         self.stream: Tensor | None = None
 
     def note(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +180,8 @@ class _Factors:
 
     def mix(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The scaled output of the branch, computed in float32 at least, in the dtype of the sum."""
-        branch, stream = forward(*args, **kwargs), self.stream
+        branch = forward(*args, **kwargs)
+        stream = self.stream
         assert stream is not None  # recorded by `note`
         self.stream = None
         dtype = torch.promote_types(branch.dtype, stream.dtype)
@@ -349,7 +351,8 @@ class SkippedModel:
         if BEFORE_5 and getattr(config, "scale_attn_by_inverse_layer_idx", False):
             raise ValueError("attention scaled by its layer's number needs transformers 5")
         super().__init__(config)  # type: ignore[call-arg]
-        layout, body = self.layout, self
+        layout = self.layout
+        body = self
         layers: Any = body.get_submodule(layout.layers)  # type: ignore[attr-defined]
         entry = 0
         for layer, block in enumerate(layers, start=1):
@@ -380,7 +383,8 @@ class SkippedModel:
             for role, (reader, end) in parts.items():
                 if f"b_{role}" in own:
                     factors = _Factors(own[f"b_{role}"], own[f"s_{role}"])
-                    first, last = getattr(block, reader), getattr(block, str(end))
+                    first = getattr(block, reader)
+                    last = getattr(block, str(end))
                     first.forward = partial(factors.note, first.forward)
                     last.forward = partial(factors.mix, last.forward)
         if config.stream_scale is not None:
