@@ -81,9 +81,9 @@ def _visited(block: nn.Module, experts: nn.Module | None, count: int) -> float:
 
     Experts that read only the states, as Llama 4's, run on every token, most of them on zeros.
     """
-    chosen = next((k for part in block.modules() if isinstance(k := getattr(part, "top_k", None), int)), count)
+    top_k = next((k for part in block.modules() if isinstance(k := getattr(part, "top_k", None), int)), count)
     reads_all = experts is not None and len(signature(experts.forward).parameters) == 1
-    return 1.0 if reads_all else min(chosen, count) / count
+    return 1.0 if reads_all else min(top_k, count) / count
 
 
 def attention_width(config: PreTrainedConfig, attention: nn.Module | None = None) -> int:
@@ -134,12 +134,15 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
         sequence_length: T.
     """
     config = model.config.get_text_config()
-    heads, causal, pixels = [model.get_output_embeddings() or nn.Identity()], True, 0.0
+    heads = [model.get_output_embeddings() or nn.Identity()]
+    causal = True
+    pixels = 0.0
     if task_of(model).endswith("-classification"):
         anatomy = anatomy_candidates(model)[0]
         if anatomy.head is None:
             raise FulldepthError(f"{type(model).__name__} has no head that is known.")
-        heads, causal = anatomy.head_modules(anatomy.head), anatomy.head.pool == "last"
+        heads = anatomy.head_modules(anatomy.head)
+        causal = anatomy.head.pool == "last"
         size = getattr(config, "patch_size", None)
         patches = (config.image_size // size) ** 2 if isinstance(size, int) else 0
         kernels = sum(2.0 * part.weight.numel() for part in model.modules() if isinstance(part, nn.Conv2d))
@@ -150,7 +153,7 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = min(sequence_length, getattr(config, "sliding_window", None) or sequence_length)
     visible = [window if "sliding" in kind else sequence_length for kind in kinds]  # min(position, window), averaged
-    keys = sum((most * (most + 1) / 2 + (sequence_length - most) * most) / sequence_length for most in visible)
+    keys = sum((span * (span + 1) / 2 + (sequence_length - span) * span) / sequence_length for span in visible)
     full = width * sequence_length * len(kinds)
     extra = getattr(config, "extra_flops", None)
     return TokenFlops(
@@ -176,7 +179,7 @@ def parts_of(variant: Variant, layer: int) -> tuple[str, ...]:
 
 
 def attends(variant: Variant, layer: int) -> bool:
-    """Whether a 1-based layer keeps its attention."""
+    """Return True if a 1-based layer keeps its attention."""
     return not {"attention", "layer"} & set(parts_of(variant, layer))
 
 
@@ -234,17 +237,20 @@ class Costs:
         layers = range(self.num_layers)
         # Sorted by the removed parts of each layer, neighbours share the longest prefix of layers.
         ordered = sorted({tuple(parts_of(variant, layer + 1) for layer in layers) for variant in variants})
-        total, before = 0.0, None
-        cost = {key: self.block(key[0] + 1, shape, key[1]) for own in ordered for key in enumerate(own)}
-        for own in ordered:
-            start = 0 if before is None else next(layer for layer in layers if own[layer] != before[layer])
-            total += sum(cost[layer, own[layer]] for layer in layers[start:]) + shape.labelled * self.head
-            before = own
+        total = 0.0
+        before = None
+        cost = {key: self.block(key[0] + 1, shape, key[1]) for removed in ordered for key in enumerate(removed)}
+        for removed in ordered:
+            start = 0 if before is None else next(layer for layer in layers if removed[layer] != before[layer])
+            total += sum(cost[layer, removed[layer]] for layer in layers[start:]) + shape.labelled * self.head
+            before = removed
         return total
 
     def checkpoints(self, shape: Shape, checkpointing: bool | None = None) -> bool:
-        """Whether a training step recomputes blocks in the backward pass; None: above `MAX_KEPT_BYTES`."""
-        return shape.batch * shape.length * self.kept > MAX_KEPT_BYTES if checkpointing is None else checkpointing
+        """Return True if a training step recomputes blocks in the backward pass; None: above `MAX_KEPT_BYTES`."""
+        if checkpointing is not None:
+            return checkpointing
+        return shape.batch * shape.length * self.kept > MAX_KEPT_BYTES
 
     def training(self, variant: Variant, shape: Shape, *, checkpointing: bool | None = None) -> float:
         """A forward and a backward pass that trains scalars.
@@ -265,13 +271,15 @@ class Costs:
             layers = [layer for layer, part in self.able if part == "attention"]
             pairs = [{Block(layer, "attention"), Block(layer, "mlp")} for layer in layers]
             more += [pair for pair in pairs if pair <= set(self.able) - removed]
-        variants = [removed | one for one in sorted(more, key=sorted)]
+        variants = [removed | blocks for blocks in sorted(more, key=sorted)]
         return [v for v in variants if not self.global_layers or any(attends(v, n) for n in self.global_layers)]
 
 
 def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str, keep: Collection[int] = ()) -> Costs:
     """Costs of a model, which may be on the meta device; no block of the layers `keep` can be removed."""
-    attention, keys, mlp = [], [], []
+    attention = []
+    keys = []
+    mlp = []
     for layer in range(1, anatomy.num_layers + 1):
         part = anatomy.part(layer, "attention")
         inside = 0.0 if part is None else token_products(part)

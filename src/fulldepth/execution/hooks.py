@@ -104,7 +104,7 @@ class Activations:
 
     @property
     def holds_the_stream(self) -> bool:
-        """Whether the states of `residual` are the model's own tensors, so that gradients flow through them."""
+        """True if the states of `residual` are the model's own tensors, so that gradients flow through them."""
         states = [state for (name, _), (state, _) in self._seen.items() if name in ("h0", "x", "y")]
         return not self.anatomy.has_streams and all(state.ndim == 3 for state in states)
 
@@ -209,7 +209,8 @@ def capture(
     Raises:
         FulldepthError: for an unknown site, or a site for which this family has no module.
     """
-    sites, known = tuple(sites), [*SITES, *COEFFICIENTS]
+    sites = tuple(sites)
+    known = [*SITES, *COEFFICIENTS]
     for site in sites:
         if site not in known:
             raise unknown("site", site, known)
@@ -222,7 +223,8 @@ def capture(
         points = [(block, point) for block in layers_of for point in _points(anatomy, set(sites), layers_of[block][0])]
         if stacked is not None:
             captured = {(point.name, layer) for block, point in points for layer in layers_of[block]}
-            activations.rows, activations.device = stack_rows(captured, sites, anatomy.num_layers), stacked
+            activations.rows = stack_rows(captured, sites, anatomy.num_layers)
+            activations.device = stacked
         for block, point in points:
             if grad and point.module not in layers_of and _reentrant(block):
                 raise FulldepthError(REENTRANT.format(point.name))
@@ -236,7 +238,7 @@ def capture(
 
 
 def _reentrant(block: nn.Module) -> bool:
-    """Whether a block uses reentrant checkpointing, so that its first run builds no graph."""
+    """Return True if a block uses reentrant checkpointing, so that its first run builds no graph."""
     function = getattr(block, "_gradient_checkpointing_func", None)
     active = block.training and getattr(block, "gradient_checkpointing", False)
     return bool(active and getattr(function, "keywords", {}).get("use_reentrant"))
@@ -283,7 +285,8 @@ def _stream_points(anatomy: Anatomy, sites: set[str], layer: int, block: nn.Modu
         yield HookPoint(reader, True, "x", stream)
     if sites & {"residual", "final_normed"}:
         yield HookPoint(block, False, "y", stream)
-    design, before = anatomy.family.design, anatomy.part(layer, "mlp_norm")
+    design = anatomy.family.design
+    before = anatomy.part(layer, "mlp_norm")
     if "attention_output" in sites and design != "parallel":
         # the output of the norm after attention, else what the MLP sub-layer reads
         role = "mlp_connection" if anatomy.has_streams else "attention_norm" if design == "post" else "mlp"
@@ -316,7 +319,7 @@ def _branch_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[Ho
 
 
 def _needs_sum(anatomy: Anatomy, sites: set[str]) -> bool:
-    """Whether the model never computes x' (parallel residual), so that it must be summed here."""
+    """Return True if the model never computes x' (parallel residual), so that it must be summed here."""
     return "attention_output" in sites and anatomy.family.design == "parallel"
 
 
@@ -353,7 +356,8 @@ class _Recorder:
     """Hook that hands a module's input or output on; pickles and copies of a hooked model record nothing."""
 
     def __init__(self, record: Callable[[Any], None] | None = None, *, before: bool = False) -> None:
-        self.record, self.before = record, before
+        self.record = record
+        self.before = before
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], last: Any) -> None:
         """Record: `last` is the keyword arguments before a module, else its output."""

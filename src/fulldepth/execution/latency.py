@@ -39,10 +39,10 @@ class Trial(NamedTuple):
 
 
 class Runs(Protocol):
-    """What is timed: `Runner`, or a model in another program."""
+    """Interface of a timed model: `Runner`, or a model in another program."""
 
     def run(self, ids: Tensor, context: int) -> Trial:
-        """As `Runner.run`."""
+        """Run a prompt and the tokens after it; see `Runner.run`."""
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -79,7 +79,8 @@ class Runner:
             ids: `[B, context + N]` on the model's device; the last N are decoded, at positions `context`, ... .
             context: number of tokens of the prompt.
         """
-        prompt, steps = ids[:, :context], ids[:, context:].split(1, dim=1)
+        prompt = ids[:, :context]
+        steps = ids[:, context:].split(1, dim=1)
         positions: list[dict[str, Tensor]] = [
             {"position_ids": ids.new_full((len(ids), 1), context + number)} if self._takes_positions else {}
             for number in range(len(steps))
@@ -192,8 +193,8 @@ class OtherLoad:
 
     def share(self) -> float:
         """In [0, 1], of all cores; all processes of a distributed run must call this together."""
-        total, busy, own = (now - then for now, then in zip(_times(), self._start, strict=True))
-        other = busy - own - TICK * (psutil.cpu_count() or 1)
+        total, busy, of_run = (now - then for now, then in zip(_times(), self._start, strict=True))
+        other = busy - of_run - TICK * (psutil.cpu_count() or 1)
         return min(1.0, max(0.0, other) / total) if total > 0 else 0.0
 
 
@@ -203,11 +204,12 @@ def _times() -> tuple[float, float, float]:
     total = sum(seconds for name, seconds in machine.items() if not name.startswith("guest"))
     idle = machine["idle"] + machine.get("iowait", 0.0)
     process = psutil.Process()
-    own = sum(process.cpu_times()[:4])  # user and system, also of children that have ended
+    of_run = sum(process.cpu_times()[:4])  # user and system, also of children that have ended
     for child in process.children(recursive=True):
         try:
-            own += sum(child.cpu_times()[:2])
+            of_run += sum(child.cpu_times()[:2])
         except psutil.Error:  # it has just ended
             continue
-    here = platform.node()
-    return total, total - idle, sum(part for node, part in current().gather((here, own)) if node == here)
+    machine_name = platform.node()
+    gathered = current().gather((machine_name, of_run))
+    return total, total - idle, sum(seconds for name, seconds in gathered if name == machine_name)

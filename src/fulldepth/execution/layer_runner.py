@@ -63,7 +63,8 @@ class LayerRunner:
         self._arguments: list[Arguments] = []
         self._first: Tensor | None = None
         self._cache: LayerCache | None = None
-        self._blocks, self._module = list(anatomy.blocks), anatomy.body  # searched for in the model, so only once
+        self._blocks = list(anatomy.blocks)  # blocks and body are searched for in the model, so only once
+        self._module = anatomy.body
         self._extras: dict[nn.Module, int | None] = {}
         """Block -> number of its outputs besides the state; None if it returns the state alone."""
         self._prove(batch)
@@ -82,7 +83,9 @@ class LayerRunner:
         Raises:
             FulldepthError: if the model does not run its blocks once each, or the mask does not fit the tokens.
         """
-        self._arguments, self._first, self._cache = [], None, cache
+        self._arguments = []
+        self._first = None
+        self._cache = cache
         start = start_of(batch) if "input_ids" in batch else 0
         if start < 0 or (cache is None and start):
             raise FulldepthError(
@@ -139,7 +142,8 @@ class LayerRunner:
             batch: as for `begin`.
             cache: all layers of which hold the positions before these tokens.
         """
-        model, cache.start = self.anatomy.model, start_of(batch)
+        model = self.anatomy.model
+        cache.start = start_of(batch)
         inputs = with_positions(model, batch)
         if bool(inputs["attention_mask"].all()):  # as in `generate`, which makes masks quicker
             del inputs["attention_mask"]
@@ -192,10 +196,10 @@ class LayerRunner:
                 block.forward = partial(self._note, block)
             yield
         finally:
-            for block, own in before.items():
+            for block, forward in before.items():
                 block.__dict__.pop("forward", None)
-                if own is not None:
-                    block.forward = own
+                if forward is not None:
+                    block.forward = forward
 
     def _note(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replacement of a block's forward: store its arguments, return its state in the block's output format.
@@ -223,7 +227,7 @@ class LayerRunner:
         try:
             with capture(self.anatomy, ["residual"]) as activations:
                 self._body(batch)
-                own = activations["residual"]
+                expected_states = activations["residual"]
         finally:
             for hook in hooks:
                 hook.remove()
@@ -236,7 +240,7 @@ class LayerRunner:
                     raise FulldepthError(f"Layer {layer} of {kind} overwrites its input; states cannot be used twice.")
                 hint = ": it reads more than the layer before, or the model does something between its layers."
                 claim = f"Layer {layer} of {kind}, run by itself, misses the model's own state"
-                check_close(claim, self.anatomy.stream(after), own[layer], after.dtype, hint)
+                check_close(claim, self.anatomy.stream(after), expected_states[layer], after.dtype, hint)
                 states = self.anatomy.handed_on(after)
         except (AttributeError, TypeError) as error:  # the model uses a block's other outputs
             raise FulldepthError(
@@ -348,11 +352,14 @@ def _decode(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> Tensor:
     """
     length = inputs["input_ids"].shape[1]
     name = cache_argument(anatomy.model)
-    cache, logits, before = None, [], 0
+    cache = None
+    logits = []
+    before = 0
     for end in range(length - STEPS, length + 1):
         part = with_positions(anatomy.model, _part(inputs, before, end))
         output = anatomy.model(**part, **{name: cache}, use_cache=True)
-        cache, before = cache_in(output), end
+        cache = cache_in(output)
+        before = end
         if not isinstance(cache, DynamicCache):
             raise FulldepthError(f"its forward pass keeps {type(cache).__name__}, no cache of keys and values")
         if other := {type(layer).__name__ for layer in cache.layers if type(layer) not in KNOWN_LAYERS}:
@@ -369,9 +376,13 @@ def _decode(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> Tensor:
 
 def _runs(runner: LayerRunner, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Name of a run -> its logits `[N, V]`."""
-    length, num_layers = inputs["input_ids"].shape[1], runner.anatomy.num_layers
-    half, start = max(1, num_layers // 2), length - STEPS
-    every, early, late = range(1, num_layers + 1), range(1, half + 1), range(half + 1, num_layers + 1)
+    length = inputs["input_ids"].shape[1]
+    num_layers = runner.anatomy.num_layers
+    half = max(1, num_layers // 2)
+    start = length - STEPS
+    every = range(1, num_layers + 1)
+    early = range(1, half + 1)
+    late = range(half + 1, num_layers + 1)
     cache = runner.new_cache()
 
     def run(layers: Sequence[int], begin: int, end: int) -> Tensor:
@@ -384,7 +395,8 @@ def _runs(runner: LayerRunner, inputs: Mapping[str, Tensor]) -> dict[str, Tensor
                 "keys and values, or keep them elsewhere"
             )
 
-    prefill, runs = runner.finish(run(every, 0, start)), {}
+    prefill = runner.finish(run(every, 0, start))
+    runs = {}
     for name in ("running its last layers later", "running them again after taking tokens back"):
         states = []
         for at in range(start, length):

@@ -36,7 +36,8 @@ class LlamaCpp:
     def __init__(self, path: Path) -> None:
         if find_spec("xllamacpp") is None:
             raise FulldepthError(f"llama.cpp runs {path}, which needs the package xllamacpp: pip install xllamacpp.")
-        self.path, self.header = path, read_header(path)
+        self.path = path
+        self.header = read_header(path)
         self._server: Any = None
 
     @property
@@ -87,10 +88,14 @@ class LlamaCpp:
 
         params = CommonParams()
         params.model.path = str(self.path)
-        params.n_ctx, params.n_parallel, params.fit_params = positions, 1, False
+        params.n_ctx = positions
+        params.n_parallel = 1
+        params.fit_params = False
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
         params.n_gpu_layers = 0 if device.type == "cpu" else -1
-        params.warmup, params.cache_ram_mib, params.n_ctx_checkpoints = False, 0, 0
+        params.warmup = False
+        params.cache_ram_mib = 0
+        params.n_ctx_checkpoints = 0
         params.verbosity = 1  # errors
         try:
             self._server = Server(params)
@@ -127,7 +132,8 @@ class LlamaCpp:
         bias that the stated probability does not contain. This takes as long as generating the text. Of a token that
         ends within a character it states none; its probability is read from those of all other tokens.
         """
-        losses, letter = [], self.tokens.index(b"a")
+        losses = []
+        letter = self.tokens.index(b"a")
         for (row, at), target in zip(batch.where.nonzero().tolist(), batch.targets.tolist(), strict=True):
             prompt = batch.inputs["input_ids"][row, : at + 1].tolist()  # padding is on the right
             stated = self._complete(prompt, 1, logprobs=1, logit_bias=[[target, FORCED]])["choices"][0]["logprobs"]

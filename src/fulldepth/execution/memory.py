@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
-CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
 """Linux: where the peak of the resident size is reset, and where it is read."""
 
 
@@ -82,7 +83,8 @@ class AllocationTracker(TorchDispatchMode):
         for tensor in tree_leaves(output):
             for part in _plain(tensor) if isinstance(tensor, Tensor) else ():
                 storage = part.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
+                key = storage._cdata
+                size = storage.nbytes()
                 if key not in self._storages and storage.device.type != "meta":
                     self._storages.add(key)
                     self.now += size

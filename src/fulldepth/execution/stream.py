@@ -77,7 +77,8 @@ def follow(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
 
     def record(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         named = (*args[:1], kwargs.get("hidden_states"), *args, *kwargs.values())
-        given, gave = next((value for value in named if isinstance(value, Tensor)), None), _main_state(output)
+        given = next((value for value in named if isinstance(value, Tensor)), None)
+        gave = _main_state(output)
         if given is not None and gave is not None:
             trace.calls.append(Call(path, module, given, gave))
 
@@ -129,21 +130,21 @@ def _main_state(output: Any) -> Tensor | None:
     return output
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Largest absolute difference, relative to the largest expected entry; computed in float64, a part at a time."""
-    got, expected = torch.broadcast_tensors(got, expected.to(got.device))
-    parts = zip(got.flatten().split(COMPARED_AT_ONCE), expected.flatten().split(COMPARED_AT_ONCE), strict=True)
-    largest = [((one.double() - other.double()).abs().max(), other.abs().max().double()) for one, other in parts]
+    actual, expected = torch.broadcast_tensors(actual, expected.to(actual.device))
+    parts = zip(actual.flatten().split(COMPARED_AT_ONCE), expected.flatten().split(COMPARED_AT_ONCE), strict=True)
+    largest = [((a.double() - b.double()).abs().max(), b.abs().max().double()) for a, b in parts]
     difference, scale = torch.tensor(largest, dtype=torch.float64).amax(0).tolist()
     return float(difference / max(scale, 1e-30))
 
 
-def check_close(claim: str, got: Tensor, expected: Tensor, dtype: torch.dtype | None = None, hint: str = "") -> None:
+def check_close(claim: str, actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None, hint: str = "") -> None:
     """Raise an error if states differ by more than rounding.
 
     Args:
         claim: the beginning of the error, such as `layer 3 misses the model's own state`.
-        got: any shape.
+        actual: any shape.
         expected: the same shape.
         dtype: precision of the computation; None = that of `expected`.
         hint: the end of the error.
@@ -151,16 +152,16 @@ def check_close(claim: str, got: Tensor, expected: Tensor, dtype: torch.dtype | 
     Raises:
         FulldepthError: if they differ, or either has NaN.
     """
-    error = relative_error(got, expected)
+    error = relative_error(actual, expected)
     if not error <= TOLERANCE[dtype or expected.dtype]:  # also raises for NaN
         raise FulldepthError(f"{claim} by {error:.1e} (relative){hint}")
 
 
-def is_close(got: Tensor, expected: Tensor) -> bool:
-    """Whether two states are equal up to rounding; False for NaN."""
-    if got.shape != expected.shape:
+def is_close(actual: Tensor, expected: Tensor) -> bool:
+    """Return True if two states are equal up to rounding; False for NaN."""
+    if actual.shape != expected.shape:
         return False
-    return relative_error(got, expected) <= TOLERANCE.get(expected.dtype, TOLERANCE[torch.float32])
+    return relative_error(actual, expected) <= TOLERANCE.get(expected.dtype, TOLERANCE[torch.float32])
 
 
 def prove_stream(anatomy: Anatomy, trace: Trace) -> tuple[Anatomy, Tensor]:
@@ -223,9 +224,9 @@ def _check_beginning(anatomy: Anatomy, trace: Trace, calls: list[Call]) -> None:
     Such a module has the class of a block, or is a member of another list and returns states of the stream's shape
     before the first block.
     """
-    own = set(anatomy.block_list)
-    kinds = {type(block) for block in own}
-    inside = {module for block in own for module in block.modules()}
+    blocks = set(anatomy.block_list)
+    kinds = {type(block) for block in blocks}
+    inside = {module for block in blocks for module in block.modules()}
     first = trace.calls.index(calls[0])
     stack = {id(module) for module in anatomy.body.modules()} if anatomy.family.tower in STACKS else None
     for position, call in enumerate(trace.calls):
@@ -339,7 +340,7 @@ def find_head(anatomy: Anatomy, trace: Trace, last: Tensor, mask: Tensor | None)
                 chain = Head(modules, pool=end.pool, normed=normed, leading=end.leading)
                 head = _find_scales(anatomy, chain, trace.logits, last, mask)
                 if head is not None:
-                    return replace(head, reads=_read(anatomy, head, last, mask)) if head.pool == "inside" else head
+                    return replace(head, reads=_find_pool(anatomy, head, last, mask)) if head.pool == "inside" else head
     return None
 
 
@@ -372,23 +373,25 @@ def _find_scales(anatomy: Anatomy, head: Head, logits: Tensor, last: Tensor, mas
     scales = (None,) if named.scale == 1.0 else (None, 1.0, 1 / named.scale)
     caps = (True,) if named.softcap is None else (True, False)
     heads = (replace(head, scale=scale, capped=capped) for scale in scales for capped in caps)
-    return next((one for one in heads if is_close(predict(_classifier(anatomy, one), last, mask), logits)), None)
+    for candidate in heads:
+        if is_close(predict(_classifier(anatomy, candidate), last, mask), logits):
+            return candidate
+    return None
 
 
-def _read(anatomy: Anatomy, head: Head, last: Tensor, mask: Tensor | None) -> Pool:
-    """What a head that pools inside reads of a sequence without padding, by the positions whose change does not change
-    its logits.
-    """
+def _find_pool(anatomy: Anatomy, head: Head, last: Tensor, mask: Tensor | None) -> Pool:
+    """Find what a head that pools inside reads of a sequence without padding, by changing the other positions."""
     classifier = _classifier(anatomy, head)
     mask = torch.ones_like(last[..., 0]) if mask is None else mask
     longest = mask.sum(1).argmax()[None]
-    last, mask = last[longest], mask[longest]
+    last = last[longest]
+    mask = mask[longest]
     expected = predict(classifier, last, mask)
     noise = torch.randn(last.shape, generator=torch.Generator().manual_seed(NOISE)).to(last) * last.std()
     position = (mask.long().cumsum(1) - 1).masked_fill(mask == 0, -1)  # [B, T]
     end = position == position.amax(1, keepdim=True)
-    counted: dict[Pool, Tensor] = {"first": position == 0, "last": end, "mean-patches": position > 0}
-    for way, read in counted.items():
+    positions_read: dict[Pool, Tensor] = {"first": position == 0, "last": end, "mean-patches": position > 0}
+    for way, read in positions_read.items():
         if is_close(predict(classifier, torch.where(read[..., None], last, last + noise), mask), expected):
             return way
     return "mean"

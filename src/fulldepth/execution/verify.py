@@ -120,7 +120,7 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
             raise
         raise FulldepthError(f"{error}. Its towers can be read alone, by tower: {options}.") from error
     failures: dict[str, str] = {}
-    found: list[Verified] = []
+    incomplete: list[Verified] = []
     for anatomy in candidates:
         try:
             verified = _verify(anatomy, trace, inputs, optional)
@@ -132,9 +132,9 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
             continue
         if not verified.unproven:
             return verified
-        found.append(verified)
-    if found:
-        return max(found, key=lambda each: (each.branches, "head" not in each.unproven, "value" not in each.unproven))
+        incomplete.append(verified)
+    if incomplete:
+        return max(incomplete, key=lambda v: (v.branches, "head" not in v.unproven, "value" not in v.unproven))
     reasons = [one_line(reason, 220) for reason in failures.values()]
     more = [f"and {len(reasons) - MOST_REASONS} more"] if len(reasons) > MOST_REASONS else []
     raise FulldepthError(
@@ -214,12 +214,12 @@ def _prove_head(
     classifier = Classifier(anatomy)
     if mask is not None:
         mask = classifier.sample_mask(inputs, mask)
-    got = predict(classifier, last, mask)
-    if got.shape != trace.logits.shape:
+    logits = predict(classifier, last, mask)
+    if logits.shape != trace.logits.shape:
         raise FulldepthError(
-            f"the head gives logits of shape {tuple(got.shape)}, the model {tuple(trace.logits.shape)}"
+            f"the head gives logits of shape {tuple(logits.shape)}, the model {tuple(trace.logits.shape)}"
         )
-    check_close("the head applied to h_L misses the model's own logits", got, trace.logits, last.dtype)
+    check_close("the head applied to h_L misses the model's own logits", logits, trace.logits, last.dtype)
     return anatomy, classifier
 
 

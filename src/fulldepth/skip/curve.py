@@ -102,7 +102,9 @@ def curve(
                 watcher.say(f"The model has {most} blocks: the curve ends there, not at blocks = {settings.blocks}.")
             plan = search_with(problem, process, watcher, output=output, resume=resume)
             read = _read(problem, plan.picks, process, watcher)
-        sums, tokens, documents = read["loss"].sums, read["loss"].tokens, read["loss"].documents
+        sums = read["loss"].sums
+        tokens = read["loss"].tokens
+        documents = read["loss"].documents
         losses = np.stack([*sums.values()], axis=1) / tokens[:, None]
         end = find_breakpoint(losses, tokens, documents, seed=settings.seed)
         table = _table(plan, read, end)
@@ -130,7 +132,9 @@ def _read(
 
     Processes share the batches.
     """
-    scorer, batches, variants = problem.scorer, problem.batches, chain(picks)
+    scorer = problem.scorer
+    batches = problem.batches
+    variants = chain(picks)
     sums: dict[int, list[dict[str, list[float]]]] = {}
     watcher.begin("Curve", len(batches) * len(variants))
     for number, batch in enumerate(batches):
@@ -160,9 +164,12 @@ def _read(
 
 def _table(plan: Plan, read: Mapping[str, HeldoutLosses], end: Breakpoint) -> pd.DataFrame:
     """Rows with the column `removed`."""
-    count, tokens, tables = len(read["loss"].tokens), read["loss"].count, []
+    count = len(read["loss"].tokens)
+    tokens = read["loss"].count
+    tables = []
     for number, layer in enumerate([None, *(min(pick).layer for pick in plan.picks)]):
-        label, rows = str(number), list[tuple[Any, ...]]()
+        label = str(number)
+        rows = list[tuple[Any, ...]]()
         means = {name: losses.of(label) for name, losses in read.items()}
         for name, mean in {**means, "loss_added": read["loss"].added(label)}.items():
             lowest, highest, unit = MEASURES.get(name, (-math.inf, math.inf, "nats"))
@@ -186,7 +193,8 @@ def _table(plan: Plan, read: Mapping[str, HeldoutLosses], end: Breakpoint) -> pd
 
 def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Finding]:
     """Findings: the break point, and the loss that all removed blocks add."""
-    count, kind = len(plan.blocks), plan.granularity
+    count = len(plan.blocks)
+    kind = plan.granularity
     part = "layers" if kind == "layer" else f"{kind} blocks".removeprefix("any ")
     rows = table[(table.measure == "loss_added") & (table.removed == count)].set_index("statistic")["value"]
     held = units(plan.data)
@@ -262,13 +270,15 @@ def find_breakpoint(
     Source: Hopscotch (arXiv 2506.03303), break point; Efron 1979 (bootstrap). The test is our own: the paper reads the
     break point off the curve.
     """
-    curves, tokens = np.asarray(losses, np.float64), np.asarray(weights, np.float64)
+    curves = np.asarray(losses, np.float64)
+    tokens = np.asarray(weights, np.float64)
     assert curves.ndim == 2 and tokens.shape == curves.shape[:1], "N x K losses, N weights"  # noqa: PT018
     assert np.isfinite(curves).all() and (tokens > 0).all()  # noqa: PT018
     at = np.unique(np.arange(len(curves)) if documents is None else np.asarray(documents), return_inverse=True)[1]
     total = np.bincount(at.reshape(-1), tokens)  # [D]
     sums = [np.bincount(at.reshape(-1), tokens * column) for column in curves.T]
-    means, count = np.stack(sums, axis=1) / total[:, None], len(total)  # [D, K + 1]
+    means = np.stack(sums, axis=1) / total[:, None]  # [D, K + 1]
+    count = len(total)
     if count < FEWEST:
         return Breakpoint(None, curves.shape[1] - 1, 0.0, None, None, None, None, count)
     draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
@@ -287,8 +297,10 @@ def _ends(curves: np.ndarray, tokens: np.ndarray, times: np.ndarray) -> tuple[np
     """For each of M weightings of the documents `[M, D]`: the last point on the line (K for a line to the end), and
     whether the line ends in a kink upwards.
     """
-    weights, last_point = times * tokens, curves.shape[1] - 1
-    ends, kinks = np.full(len(weights), last_point), np.zeros(len(weights), bool)
+    weights = times * tokens
+    last_point = curves.shape[1] - 1
+    ends = np.full(len(weights), last_point)
+    kinks = np.zeros(len(weights), bool)
     rounding = float(np.abs(curves).max()) * ROUNDING
     degrees = float(tokens.sum() ** 2 / (tokens**2).sum()) - 1
     for last in range(2, last_point):

@@ -158,8 +158,11 @@ def compare(gap: np.ndarray, tokens: np.ndarray, documents: np.ndarray, populati
         population: N, the number of held-out sequences.
     """
     _, at = np.unique(documents, return_inverse=True)
-    sums, weights = np.bincount(at, gap), np.bincount(at, tokens)
-    total, count, groups = float(tokens.sum()), len(gap), int((weights > 0).sum())
+    sums = np.bincount(at, gap)
+    weights = np.bincount(at, tokens)
+    total = float(tokens.sum())
+    count = len(gap)
+    groups = int((weights > 0).sum())
     spread = float(ratio_error(sums, weights)) if total else math.nan
     spread = math.inf if math.isnan(spread) else spread
     error = spread * math.sqrt(1 - count / population) if count < population else 0.0
@@ -191,9 +194,12 @@ def reserve(loss_cache: LossCache, gaps: Collection[Difference], confidence: flo
         confidence: of the search.
         any_data: for the mean over any data of this kind: u = 1, and no single document counts.
     """
-    chunks, first, risk = range(len(loss_cache.chunks)), next(iter(gaps)), 1 - confidence
+    chunks = range(len(loss_cache.chunks))
+    first = next(iter(gaps))
+    risk = 1 - confidence
     tokens = np.bincount(np.unique(loss_cache.owners(chunks), return_inverse=True)[1], loss_cache.counts(chunks))
-    total, population = float(tokens.sum()), loss_cache.sequences
+    total = float(tokens.sum())
+    population = loss_cache.sequences
     largest = max(gap.largest for gap in gaps) * len(tokens)
     alone = 0.0 if any_data else float(tokens @ tokens) / total**2
     unseen = 1.0 if any_data else 1 - first.sequences / population
@@ -212,7 +218,8 @@ def judge(
     loss_cache: LossCache, contest: Contest, winner: Variant, decided_by: str, confidence: float, scored: int
 ) -> Round:
     """The record of a round, in which the winner was scored on `scored` sequences."""
-    pick, population = _name(loss_cache, winner - contest.before), loss_cache.sequences
+    pick = _name(loss_cache, winner - contest.before)
+    population = loss_cache.sequences
     losers = [variant for variant in contest.gains if variant != winner]
     if not losers:
         return Round(pick, decided_by, True, None, None, None, population, scored, population)
@@ -258,7 +265,8 @@ def race(
         The winner; `data` (all were read), `bounds` (only the winner was left) or `budget`; and how many chunks it was
         scored on.
     """
-    alive, chunks = list(contest.gains), range(len(loss_cache.chunks))
+    alive = list(contest.gains)
+    chunks = range(len(loss_cache.chunks))
     also = [*also, *([contest.before] if contest.weighs else [])]
     risk = (1 - confidence) / len(alive) / max(1, num_tests(loss_cache.documents))
     for chunk in chunks[:-1]:
@@ -357,12 +365,15 @@ def exchange(
         The removals, and for each exchange `back`, `out` and the `loss` after it, in nats.
     """
     added = _last_added(loss_cache, picks)
-    picks, done, shapes = list(picks), list[dict[str, Any]](), [b.shape for chunk in loss_cache.chunks for b in chunk]
+    picks = list(picks)
+    done = list[dict[str, Any]]()
+    shapes = [b.shape for chunk in loss_cache.chunks for b in chunk]
 
     def price(variants: Collection[Variant]) -> float:
         return sum(loss_cache.costs.shared(variants, shape) for shape in shapes)
 
-    end, everywhere = loss_cache.spent["flops"] + flops, range(len(loss_cache.chunks))
+    end = loss_cache.spent["flops"] + flops
+    everywhere = range(len(loss_cache.chunks))
     while picks:
         removed = chain(picks)[-1]
         back = {pick: removed - pick for pick in picks}

@@ -35,7 +35,8 @@ from fulldepth.skip.loss_cache import LossCache
 
 REACHED = 1e-9
 """Rounding below which nothing is left to gain."""
-TIMED_TOKENS, ROUNDS = 16, 9
+TIMED_TOKENS = 16
+ROUNDS = 9
 """Tokens decoded in each round of a timing, and its rounds."""
 WHOLE = "nothing removed"
 """Name of the unmodified model among those that are timed."""
@@ -107,7 +108,9 @@ def goal_of(
     Raises:
         FulldepthError: for a target that removing every candidate would not reach.
     """
-    costs, anatomy, target = loss_cache.costs, loss_cache.scorer.anatomy, settings.target
+    costs = loss_cache.costs
+    anatomy = loss_cache.scorer.anatomy
+    target = settings.target
     if target is None:
         return count_goal(costs, blocks or 0)
     notes: dict[str, Any] = {}
@@ -180,7 +183,8 @@ class SwitchedRunner(Runner):
 
     def __init__(self, scorer: Scorer, removed: Variant) -> None:
         super().__init__(scorer.anatomy.model)
-        self.scorer, self.removed = scorer, removed
+        self.scorer = scorer
+        self.removed = removed
 
     def run(self, ids: Tensor, context: int) -> Trial:
         """As `Runner.run`; nothing is skipped on return."""
@@ -196,7 +200,8 @@ def measured(scorer: Scorer, settings: SearchSettings, watcher: Watcher) -> dict
 
     The context is shortened to the model's positions.
     """
-    anatomy, kinds = scorer.anatomy, dict[str, list[Block]]()
+    anatomy = scorer.anatomy
+    kinds = dict[str, list[Block]]()
     longest = (anatomy.max_positions or settings.context + TIMED_TOKENS) - TIMED_TOKENS
     context = max(1, min(settings.context, longest))
     for block in scorer.costs.able:

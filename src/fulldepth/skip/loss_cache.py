@@ -95,9 +95,14 @@ class LossCache:
         watcher: Watcher | None = None,
         refit: Callable[[Variant], tuple[dict[str, Any], int, float]] | None = None,
     ) -> None:
-        self.scorer, self.chunks, self.process, self.path = scorer, chunks, process, path
-        self.criterion, self.fingerprint = criterion, dict(fingerprint or {})
-        self.watcher, self.refit = watcher or Watcher(), refit
+        self.scorer = scorer
+        self.chunks = chunks
+        self.process = process
+        self.path = path
+        self.criterion = criterion
+        self.fingerprint = dict(fingerprint or {})
+        self.watcher = watcher or Watcher()
+        self.refit = refit
         self.costs: Costs = scorer.costs
         self.tokens = [[count for batch in chunk for count in batch.tokens] for chunk in chunks]
         """Tokens that count, of each sequence of each chunk."""
@@ -261,7 +266,8 @@ class LossCache:
         share = units[bounds[self.process.rank] : bounds[self.process.rank + 1]]
         scored: list[tuple[Variant, dict[str, list[float]]]] = []
         for number in sorted({number for number, _ in share}):
-            own, batch = [variant for at, variant in share if at == number], batches[number]
+            own = [variant for at, variant in share if at == number]
+            batch = batches[number]
             if kind == SCALED:
                 fits = {variant: self._tasks[_fit_of(variant)]["scalars"] for variant in own}
                 sums = {v: {SCALED: self.scorer.healed_sums(batch, v, fits[v])[LOSS]} for v in own}
@@ -281,7 +287,8 @@ class LossCache:
                         f"{self.scorer.anatomy.model.dtype}; use another precision (dtype float32 or bfloat16)."
                     )
                 gathered.setdefault(name, {}).setdefault(_key(variant), []).extend(values)
-        shapes, costs = [batch.shape for batch in batches], self.costs
+        shapes = [batch.shape for batch in batches]
+        costs = self.costs
         if kind == SCALED:
             flops = sum(costs.whole(variant, shape) for variant in variants for shape in shapes)
         else:

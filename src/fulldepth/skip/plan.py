@@ -43,7 +43,8 @@ Factor = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]
 LayerKey = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}$")]
 Factors = dict[LayerKey, dict[Literal["b_att", "s_att", "b_mlp", "s_mlp"], Factor]]
 """Layer -> name -> factor."""
-ENTRY, HEALED = "heldout_rows", "healed_rows"
+ENTRY = "heldout_rows"
+HEALED = "healed_rows"
 """Entries of a plan's data: 16 hexadecimal digits for each distinct row, a hash of its token ids."""
 DIGITS = 16
 RowHashes = Annotated[str, Field(pattern=r"^[0-9a-f]*$")]
@@ -140,14 +141,16 @@ class Plan(Settings):
 
     @pydantic.model_validator(mode="after")
     def _scalars_of_every_layer(self) -> Plan:
-        removed, fitted = self.removed, self.healed_loss is not None
+        removed = self.removed
+        fitted = self.healed_loss is not None
         if fitted != (self.control_loss is not None):
             raise FulldepthError("Of healed_loss and control_loss one is null: scalars are fitted with their control.")
         if not fitted and any(value != 1 for factors in self.scalars.values() for value in factors.values()):
             raise FulldepthError("Some scalars are not 1, but healed_loss is null: it is not known what they do.")
         if self.scalars or fitted:
             for number in range(1, max({*map(int, self.scalars), *(block.layer for block in removed)}) + 1):
-                got, expected = self.scalars.get(str(number), {}), factor_names(removed, number)
+                got = self.scalars.get(str(number), {})
+                expected = factor_names(removed, number)
                 if set(got) != set(expected):
                     raise FulldepthError(
                         f"scalars of layer {number}: got {', '.join(got) or 'none'}, expected "
@@ -194,7 +197,8 @@ class Plan(Settings):
     @property
     def kind(self) -> str:
         """The granularity, or for `any` the single one that would remove the same blocks, if there is one."""
-        attention, mlp = self.lacking("attention"), self.lacking("mlp")
+        attention = self.lacking("attention")
+        mlp = self.lacking("mlp")
         kinds = {"layer": attention == mlp, "attention": not mlp, "mlp": not attention}
         return next((kind for kind, fits in kinds.items() if fits), "any")
 
@@ -266,7 +270,9 @@ class Plan(Settings):
             FulldepthError: if it is of another class, lacks a layer of the plan, or has other weights.
         """
         anatomy = model if isinstance(model, Anatomy) else find_anatomy(model)
-        kind, name, depth = type(anatomy.model).__name__, one_line(self.model.name, 200), anatomy.num_layers
+        kind = type(anatomy.model).__name__
+        name = one_line(self.model.name, 200)
+        depth = anatomy.num_layers
         if kind != self.model.class_name:
             raise FulldepthError(
                 f"The plan is for a {one_line(self.model.class_name, 100)} ({name}), this is a {kind}."
@@ -332,7 +338,9 @@ def in_sample(plan: Plan) -> str | None:
 
 def overlap(plan: Plan, examples: Examples) -> str | None:
     """The sentence for losses of a plan's model on the held-out rows of `examples`; None if none of them decided it."""
-    decision, sentence, rows = decided(plan), in_sample(plan), [row_of(example) for example in examples.heldout]
+    decision = decided(plan)
+    sentence = in_sample(plan)
+    rows = [row_of(example) for example in examples.heldout]
     if decision is None or plan.data["hash"] == examples.meta.get("hash"):
         return sentence
     known = listed_rows(plan)

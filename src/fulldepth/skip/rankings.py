@@ -59,7 +59,8 @@ def rank(
         return picks_of(given or (), costs.granularity)
     count = int(goal.needed) if goal.target == "blocks" else len(costs.able)
     ranked = _closest_run(loss_cache, goal) if search == "groups" else _ranked(loss_cache, search, count, seed)
-    removed, picks = BASE, list[Variant]()
+    removed = BASE
+    picks = list[Variant]()
     for block in ranked:
         if goal.left(removed) and removed | {block} in costs.candidates(removed):
             picks.append(Variant({block}))
@@ -82,7 +83,8 @@ def _ranked(loss_cache: LossCache, search: str, count: int, seed: int) -> list[B
         loss_cache.need_everywhere("One-shot", [Variant({block}) for block in able])
         scores = {block: loss_cache.mean(Variant({block})) for block in able}
     else:
-        costly, measure = search == "taylor", partial(influence, runs=[[block] for block in able])
+        costly = search == "taylor"
+        measure = partial(influence, runs=[[block] for block in able])
         sums = _summed(loss_cache, search, sensitivity if costly else measure, len(able), training=costly)
         scores = dict(zip(able, map(abs, sums), strict=True))
     return sorted(able, key=lambda block: (scores[block], block))
@@ -94,7 +96,8 @@ def _closest_run(loss_cache: LossCache, goal: Goal) -> list[Block]:
     Raises:
         FulldepthError: if none reaches it.
     """
-    able, runs = loss_cache.costs.able, list[list[Block]]()
+    able = loss_cache.costs.able
+    runs = list[list[Block]]()
     for start in range(len(able)):
         run: list[Block] = []
         for block in able[start:]:
@@ -161,7 +164,8 @@ def influence(scorer: Scorer, chunk: Chunk, runs: Sequence[Sequence[Block]], *, 
 
 def sensitivity(scorer: Scorer, chunk: Chunk) -> list[float]:
     """For every candidate, the gradient of a chunk's summed loss with respect to a gate on the branch."""
-    anatomy, blocks = scorer.anatomy, scorer.costs.able
+    anatomy = scorer.anatomy
+    blocks = scorer.costs.able
     gates = Scalars(anatomy.num_layers, (), scorer.granularity).to(scorer.device)
     factors = [[gates.get(layer)[name] for name in GATES[part]] for layer, part in blocks]
     flat = list(dict.fromkeys(factor for of in factors for factor in of))

@@ -101,14 +101,15 @@ class Decoder:
         progress: Callable[[int], None] = lambda done: None,
         **options: Any,
     ) -> Generation:
-        """As `fulldepth.exit.generate`; `progress` is called with the new tokens of the longest sequence."""
+        """Generate as `fulldepth.exit.generate` does; `progress` receives the new tokens of the longest sequence."""
         if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
-            got = getattr(input_ids, "dtype", type(input_ids).__name__)
+            given_type = getattr(input_ids, "dtype", type(input_ids).__name__)
             encode = "tokenizer(text, return_tensors='pt').input_ids"
-            raise FulldepthError(f"input_ids is {got}; expected token ids [B, T]. Encode text with {encode}.")
+            raise FulldepthError(f"input_ids is {given_type}; expected token ids [B, T]. Encode text with {encode}.")
         if input_ids.ndim != 2 or not input_ids.numel():
             raise FulldepthError(f"input_ids has shape {tuple(input_ids.shape)}; expected [B, T], not empty.")
-        size, (smallest, largest) = self.anatomy.model.config.get_text_config().vocab_size, input_ids.aminmax()
+        size = self.anatomy.model.config.get_text_config().vocab_size
+        (smallest, largest) = input_ids.aminmax()
         if not 0 <= smallest <= largest < size:
             raise FulldepthError(f"input_ids holds ids from {smallest} to {largest}; expected 0 to {size - 1}.")
         if not do_sample and (temperature, top_p, top_k) != (1.0, 1.0, 0):
@@ -214,10 +215,11 @@ def _refuse(config: GenerationConfig, **further: bool) -> None:
 def _check(mask: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) -> None:
     """Refuse what a loop over single tokens with its own cache, from position 0 on, cannot follow."""
     _refuse(config, **{name: bool(config.return_dict_in_generate and getattr(config, name)) for name in OUTPUTS})
-    others = [name for name, value in prepared.items() if name not in (*SHARED, *OUTPUTS) and value is not None]
-    if others:
-        raise FulldepthError(f"Decoding layer by layer takes text alone, not {names_of(others)}.")
-    cache, given = cache_in(prepared), prepared.get("position_ids")
+    other_inputs = [name for name, value in prepared.items() if name not in (*SHARED, *OUTPUTS) and value is not None]
+    if other_inputs:
+        raise FulldepthError(f"Decoding layer by layer takes text alone, not {names_of(other_inputs)}.")
+    cache = cache_in(prepared)
+    given = prepared.get("position_ids")
     # transformers marks a caller's cache; `generate` makes one, too.
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
         raise FulldepthError(

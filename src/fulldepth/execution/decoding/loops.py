@@ -22,7 +22,8 @@ DRAFTS = 4
 """K for `draft_length="auto"`."""
 SHARE = 1 / 3
 """Share of the layers that draft for `speculate_from="auto"`."""
-STEPS, ROUNDS = 4, 6
+STEPS = 4
+ROUNDS = 6
 """Plain steps and rounds of drafts that a trial times."""
 LOSS = 0.05
 """Share of the time of plain decoding of all new tokens; a trial ends after the round at which it has lost more."""
@@ -32,13 +33,16 @@ LEAST_TOKENS = 32
 
 def decode(session: DecodingSession, options: Options) -> None:
     """Decode until every sequence has ended."""
-    stats, step = session.stats, session.step
+    stats = session.stats
+    step = session.step
     if options.threshold is not None:
-        step, stats.mode = _EarlyExit(session, options, options.threshold).step, "early-exit"
+        step = _EarlyExit(session, options, options.threshold).step
+        stats.mode = "early-exit"
         stats.reason = f"A token leaves where its {options.rule} exceeds {options.threshold}."
     begun = session.clock()
     step()
-    stats.prompt_seconds, stats.prompt_positions = session.clock() - begun, stats.layer_positions
+    stats.prompt_seconds = session.clock() - begun
+    stats.prompt_positions = stats.layer_positions
     stats.begin()
     begun = session.clock()
     if options.speculate_from is not None:
@@ -57,7 +61,8 @@ class _EarlyExit:
     """
 
     def __init__(self, session: DecodingSession, options: Options, threshold: float) -> None:
-        self._session, self._min_layer = session, options.min_layer
+        self._session = session
+        self._min_layer = options.min_layer
         self._rule = partial(ExitRule, options.rule, threshold, session.num_layers)
         self._exit_layers = session.stats.exit_layers = [[] for _ in session.active]
         self._waiting: dict[int, Tensor] = {}
@@ -66,9 +71,13 @@ class _EarlyExit:
 
     def step(self) -> None:
         """Decode one token of every active sequence; the first call also runs the prompts."""
-        session, rule, last = self._session, self._rule(), self._session.num_layers
-        active, states = session.active, session.begin(session.start)
-        left_at, chosen = torch.zeros(len(active), dtype=torch.long), torch.empty(0)  # [A], and [A, V] logits
+        session = self._session
+        rule = self._rule()
+        last = self._session.num_layers
+        active = session.active
+        states = session.begin(session.start)
+        left_at = torch.zeros(len(active), dtype=torch.long)  # [A]
+        exit_logits = torch.empty(0)  # [A, V]
         for layer in range(1, last + 1):
             if layer - 1 in self._waiting:
                 states = torch.cat([self._waiting.pop(layer - 1), states], dim=1)
@@ -78,7 +87,9 @@ class _EarlyExit:
                 continue
             logits = session.runner.finish(states[:, -1:], layer)[:, -1]
             leaves = (left_at == 0) & (rule.leaves(logits).cpu() | torch.tensor(layer == last))
-            chosen = torch.where(leaves.to(logits.device)[:, None], logits, chosen) if len(chosen) else logits
+            if len(exit_logits):
+                logits = torch.where(leaves.to(logits.device)[:, None], logits, exit_logits)
+            exit_logits = logits
             left_at[leaves] = layer
             if bool((left_at > 0).all()):
                 break
@@ -87,17 +98,19 @@ class _EarlyExit:
             self._waiting[layer] = torch.cat([*earlier, states], dim=1)
         for row, layer in zip(active, left_at.tolist(), strict=True):
             self._exit_layers[row].append(layer)
-        alive = session.append(session.choose(session.scores(chosen))[:, None])
+        alive = session.append(session.choose(session.scores(exit_logits))[:, None])
         if len(alive) < len(active):
             self._waiting = {layer: states[alive] for layer, states in self._waiting.items()}
 
 
 def _decode_with_drafts(session: DecodingSession, options: Options) -> None:
     """Draft and confirm until the sequence has ended, or a trial shows that plain decoding is faster."""
-    stats, given = session.stats, options.speculate_from
+    stats = session.stats
+    given = options.speculate_from
     early = given if isinstance(given, int) else max(1, round(SHARE * stats.num_layers))
     length = options.draft_length if isinstance(options.draft_length, int) else DRAFTS
-    stats.speculate_from, stats.draft_length = early, length
+    stats.speculate_from = early
+    stats.draft_length = length
     stats.reason = f"Up to {length} tokens a round are drafts of layers 1 to {early}, as asked."
     draft = partial(speculate, session, early, length)
     if AUTO not in (given, options.draft_length) or _pays(session, draft):
@@ -112,12 +125,15 @@ def _pays(session: DecodingSession, draft: Callable[[], int]) -> bool:
     The rounds end early where they have lost `LOSS` of the time of plain decoding, so that they cost at most that and
     one round.
     """
-    stats, room = session.stats, session.max_length - session.stats.prompt_length
+    stats = session.stats
+    room = session.max_length - session.stats.prompt_length
     if room < LEAST_TOKENS:
         stats.reason = f"Plain decoding: a trial of drafts does not pay for fewer than {LEAST_TOKENS} new tokens."
         return False
     steps: list[float] = []
-    rounds, seconds, worth = 0, 0.0, 0.0  # worth: what plain decoding would have taken
+    rounds = 0
+    seconds = 0.0
+    worth = 0.0  # seconds that plain decoding would have taken
     while session.active and len(steps) < STEPS:
         begun = session.clock()
         session.step()
@@ -125,11 +141,13 @@ def _pays(session: DecodingSession, draft: Callable[[], int]) -> bool:
     while session.active and rounds < ROUNDS and seconds - worth <= LOSS * median(steps) * room:
         begun = session.clock()
         worth += median(steps) * draft()
-        seconds, rounds = seconds + session.clock() - begun, rounds + 1
+        seconds += session.clock() - begun
+        rounds += 1
     if not rounds:
         stats.reason = "Plain decoding: the sequence ended before drafts were timed."
         return False
-    stats.paid, stats.trial_seconds = seconds <= worth, max(0.0, seconds - worth)
+    stats.paid = seconds <= worth
+    stats.trial_seconds = max(0.0, seconds - worth)
     stats.reason = (
         f"{'Drafting goes on' if stats.paid else 'Plain decoding'} after a trial: drafts of layers 1 to "
         f"{stats.speculate_from} were {worth / seconds:.2f} times as fast as plain steps (rounds: {rounds}), which "
@@ -146,7 +164,9 @@ def speculate(session: DecodingSession, early: int, length: int) -> int:
         early: E, layers that draft.
         length: K, maximum number of drafts.
     """
-    stats, start, known = session.stats, session.start, session.length
+    stats = session.stats
+    start = session.start
+    known = session.length
     length = min(length, session.max_length - known - 1)  # no draft is beyond the model's positions
     drafts: list[int] = []
     states: list[Tensor] = []  # [1, 1, D] each: of layer E at the last known token and at drafts

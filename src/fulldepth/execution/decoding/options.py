@@ -87,7 +87,9 @@ class ExitRule:
     """
 
     def __init__(self, rule: str, threshold: float, num_layers: int) -> None:
-        self._rule, self._threshold, self._num_layers = rule, threshold, num_layers
+        self._rule = rule
+        self._threshold = threshold
+        self._num_layers = num_layers
         self._predicted = self._same = torch.empty(0, dtype=torch.int64)
 
     def leaves(self, logits: Tensor) -> Tensor:
@@ -114,4 +116,5 @@ class ExitRule:
     def keep(self, rows: Tensor) -> None:
         """Go on with some samples only: `[N]` bool."""
         if len(self._same):
-            self._predicted, self._same = self._predicted[rows], self._same[rows]
+            self._predicted = self._predicted[rows]
+            self._same = self._same[rows]

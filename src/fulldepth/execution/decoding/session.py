@@ -1,4 +1,4 @@
-"""What is decoded: tokens of a batch, the choice of the next ones, the cache, and counts and times."""
+"""`DecodingSession`: the tokens of a batch, the choice of the next ones, the cache, and counts and times."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Stats:
 
     def begin(self) -> None:
         """Count layers from 0."""
-        self.layer_calls, self.layer_positions = [0] * self.num_layers, [0] * self.num_layers
+        self.layer_calls = [0] * self.num_layers
+        self.layer_positions = [0] * self.num_layers
 
     def count(self, layers: Sequence[int], positions: int) -> None:
         """Count one call of 1-based layers on a number of positions, of all sequences."""
@@ -120,7 +121,7 @@ class Stats:
         return self.num_layers / self.layers_computed if self.exits and self.layers_computed else None
 
     def as_dict(self) -> dict[str, Any]:
-        """All entries and derived values, as plain values for JSON."""
+        """Return all entries and derived values as plain values for JSON."""
         derived = [name for name, value in vars(Stats).items() if isinstance(value, property)]
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
@@ -163,11 +164,16 @@ class DecodingSession:
             raise FulldepthError("A prompt is empty; every sequence needs at least one token.")
         if bool((mask[:, 1:] < mask[:, :-1]).any()):
             raise FulldepthError("Prompts of different lengths must be padded on the left (attention_mask 0 0 1 1).")
-        self.runner, self.cache = runner, runner.new_cache()
+        self.runner = runner
+        self.cache = runner.new_cache()
         self.num_layers = runner.anatomy.num_layers
-        self._samples, self._generator, self._progress = bool(config.do_sample), generator, progress
-        self._processors, self._criteria = processors, criteria
-        ends, padding = config._eos_token_tensor, config._pad_token_tensor
+        self._samples = bool(config.do_sample)
+        self._generator = generator
+        self._progress = progress
+        self._processors = processors
+        self._criteria = criteria
+        ends = config._eos_token_tensor
+        padding = config._pad_token_tensor
         self.end_tokens: list[int] = [] if ends is None else ends.tolist()
         self.max_length = int(config.max_length)
         self.tokens = input_ids.new_full((rows, self.max_length), 0 if padding is None else int(padding))
@@ -247,13 +253,14 @@ class DecodingSession:
         """
         scores = torch.cat([self.scores(row[None], at) for at, row in enumerate(logits)])
         if not self._samples:
-            own = scores.argmax(-1).tolist()
-            count = shared_beginning(own, drafts)
-            return [*drafts[:count], *own[count : count + 1]]
+            likeliest = scores.argmax(-1).tolist()
+            count = shared_beginning(likeliest, drafts)
+            return [*drafts[:count], *likeliest[count : count + 1]]
         model = scores.softmax(-1)
         chances = torch.rand(len(drafts), generator=self._generator, device=model.device).tolist()
         for at, (token, score, chance) in enumerate(zip(drafts, draft_scores, chances, strict=True)):
-            p, q = model[at], score[0].softmax(-1)
+            p = model[at]
+            q = score[0].softmax(-1)
             if chance * float(q[token]) < float(p[token]):
                 continue
             rest = (p - q).clamp(min=0)
@@ -290,6 +297,6 @@ class DecodingSession:
         return self.tokens[:, : self.length]
 
 
-def shared_beginning(one: Sequence[int], other: Sequence[int]) -> int:
+def shared_beginning(first: Sequence[int], second: Sequence[int]) -> int:
     """Number of tokens at the beginning in which two sequences agree."""
-    return [*(a == b for a, b in zip(one, other, strict=False)), False].index(False)
+    return [*(a == b for a, b in zip(first, second, strict=False)), False].index(False)

@@ -21,11 +21,15 @@ def main(file: str, inputs_file: str, output_file: str, _: str) -> None:
     inputs = torch.load(inputs_file, weights_only=True)
     params = xllamacpp.CommonParams()
     params.model.path = file
-    params.n_ctx, params.n_parallel, params.warmup, params.fit_params = inputs.shape[1] + 8, 1, False, False
+    params.n_ctx = inputs.shape[1] + 8
+    params.n_parallel = 1
+    params.warmup = False
+    params.fit_params = False
     params.cpuparams.n_threads = torch.get_num_threads()
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    server, rows = xllamacpp.Server(params), []
+    server = xllamacpp.Server(params)
+    rows = []
     for ids in inputs.tolist():
         # The log-probabilities are those before the bias. It makes llama.cpp choose a whole character: it gives none
         # for parts of one.

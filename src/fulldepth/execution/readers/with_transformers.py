@@ -86,7 +86,8 @@ def logits(model: Any, ids: torch.Tensor, cached: bool) -> torch.Tensor:
         return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     length = ids.shape[1]
     start = max(1, length - 4)
-    parts, cache = [], None
+    parts = []
+    cache = None
     for begin, end in [(0, start), *((at, at + 1) for at in range(start, length))]:
         outputs = model(input_ids=ids[:, begin:end], attention_mask=mask[:, :end], use_cache=True, **{CACHE: cache})
         cache = outputs[CACHE]
@@ -98,7 +99,9 @@ def main(folder: str, inputs_file: str, output_file: str, kind: str, device_map:
     """Load the checkpoint, write its output, print the report."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    inputs, carried, error = torch.load(inputs_file, weights_only=True), kind == "carried", 0.0
+    inputs = torch.load(inputs_file, weights_only=True)
+    carried = kind == "carried"
+    error = 0.0
     causal = isinstance(inputs, torch.Tensor)
     model = load_causal(folder, carried, device_map) if causal else load_named(folder, carried)
     read_companions(folder, carried)

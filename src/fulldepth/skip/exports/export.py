@@ -71,7 +71,8 @@ NOTES = "fulldepth_skip.json"
 SCHEMA_VERSION = 1
 CODE = "modeling_skipped.py"
 """File of an export with the code of its class."""
-ALLOWANCE, MOST_NOISE = 1.5, 0.2
+ALLOWANCE = 1.5
+MOST_NOISE = 0.2
 """Multiple of the error of rounding in half precision that an export may have, and an upper limit."""
 ROUGH = 0.05
 """Change of logits by rounding to the types of a GGUF file above which its note names a finer type."""
@@ -261,7 +262,8 @@ def _export(
     reader_map = "auto" if settings.device_map is not None or is_offloaded(loaded) else None
     with folder_to_be(target, file=single) as part:
         anatomy = stock if stock.model is loaded else find_anatomy(loaded)
-        folding, ids = file_format.folding(stock, plan), probes(anatomy)
+        folding = file_format.folding(stock, plan)
+        ids = probes(anatomy)
         expected = scaled_logits(anatomy, plan, ids)
         noise = min(ALLOWANCE * rounding_error(anatomy, plan, ids, expected, file_format.precision), MOST_NOISE)
         allowed = max(file_format.tolerance(folding, expected.dtype), MOST_NOISE if is_trial else noise)
@@ -270,7 +272,8 @@ def _export(
         with nullcontext() if single else generation_settings(stock.model, part), silent():
             notes = [*file_format.write(draft), *draft.notes, *opened.warnings]
         if draft.stored:
-            exact, expected = expected, scaled_logits(stock, plan, ids, draft.stored)
+            exact = expected
+            expected = scaled_logits(stock, plan, ids, draft.stored)
             change = relative_error(expected, exact)
             finer = "; --gguf-type q8_0 rounds less" * (change > ROUGH)
             notes.append(f"Rounding of changed weights changes logits by {change:.1e} of the largest{finer}.")
@@ -281,7 +284,8 @@ def _export(
         gc.collect()  # a model that was passed in is held by its owner
         if single:
             logit_error, verified = prove_file(part, ids, expected, allowed)
-            parameters, size = read_header(part).weights.elements, part.stat().st_size
+            parameters = read_header(part).weights.elements
+            size = part.stat().st_size
             if not verified:
                 notes.append("UNVERIFIED: llama.cpp has not loaded it, which needs `pip install xllamacpp`.")
             return Export(format, target, logit_error, parameters, size, verified, tuple(notes), before)
@@ -375,11 +379,12 @@ def card_of(
     numbers = {key: f"{loss:.4f} nats a token" for key, loss in losses.items()}
     heldout = plan.data.get("heldout")
     text = heldout.get("name") if isinstance(heldout, dict) else None
-    shown = text if isinstance(text, str) else f"examples with the hash {plan.data['hash']}"
-    numbers["Held-out text"] = one_line(shown, 200).replace("|", r"\|")
+    described = text if isinstance(text, str) else f"examples with the hash {plan.data['hash']}"
+    numbers["Held-out text"] = one_line(described, 200).replace("|", r"\|")
     numbers |= {"In-sample": sentence} if (sentence := in_sample(plan)) else {}
     if healed is not None:
-        change, numbers = ", and the weights that stay were healed", dict(healed)
+        change = ", and the weights that stay were healed"
+        numbers = dict(healed)
     return ModelCard(
         title=title,
         method=f"{title} (layers are counted from 1). The blocks were chosen by {plan.search} search{change}: "
@@ -421,7 +426,8 @@ def load(
     Raises:
         FulldepthError: if the folder is no export, or is broken.
     """
-    folder, path = Path(directory), Path(directory) / "config.json"
+    folder = Path(directory)
+    path = Path(directory) / "config.json"
     config = read_json(path) if path.is_file() else None
     names = config.get("architectures") if isinstance(config, dict) else None
     is_decilm = names == [DeciLMForCausalLM.__name__]

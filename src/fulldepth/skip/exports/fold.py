@@ -45,7 +45,8 @@ from fulldepth.skip.plan import Plan
 
 MOST = {torch.float64: 1e-2, torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.1}
 """Largest relative logit error of a folded model; errors of rounding and eps are far smaller."""
-PROBES, PROBE_LENGTH = 4, 32
+PROBES = 4
+PROBE_LENGTH = 32
 """Number of sequences that logits are compared on, and the largest number of tokens in one."""
 
 
@@ -188,8 +189,8 @@ def check_foldable(anatomy: Anatomy, plan: Plan) -> None:
 
 
 def heals(plan: Plan) -> bool:
-    """Whether a plan has a scalar that is not 1."""
-    return any(value != 1.0 for own in plan.scalars.values() for value in own.values())
+    """Return True if a plan has a scalar that is not 1."""
+    return any(value != 1.0 for scalars in plan.scalars.values() for value in scalars.values())
 
 
 def branch_factors(
@@ -206,15 +207,20 @@ def branch_factors(
         (1-based layer, `attention` or `mlp`) -> factor, 0 for a skipped branch; and the 2 L + 1 scales of
         `Folding.stream_scale`.
     """
-    factors, scales, scale = {}, [], 1.0
+    factors = {}
+    scales = []
+    scale = 1.0
     for layer in range(1, num_layers + 1):
-        own = dict.fromkeys(FACTORS, 1.0) | plan.scalars.get(str(layer), {})
+        scalars = dict.fromkeys(FACTORS, 1.0) | plan.scalars.get(str(layer), {})
         for part, name in (("attention", "att"), ("mlp", "mlp")):
             if layer in plan.lacking(part):  # a skipped branch adds 0 to the stream as it is
-                own |= {f"b_{name}": 0.0, f"s_{name}": 1.0}
-        between, after = scale * own["s_att"], scale * own["s_att"] * own["s_mlp"]
-        factors[layer, "attention"] = own["b_att"] * own["s_mlp"] / after if parallel else own["b_att"] / between
-        factors[layer, "mlp"] = own["b_mlp"] / after
+                scalars |= {f"b_{name}": 0.0, f"s_{name}": 1.0}
+        between = scale * scalars["s_att"]
+        after = between * scalars["s_mlp"]
+        factors[layer, "attention"] = (
+            scalars["b_att"] * scalars["s_mlp"] / after if parallel else scalars["b_att"] / between
+        )
+        factors[layer, "mlp"] = scalars["b_mlp"] / after
         scales += [scale, scale if parallel else between]
         scale = after
     return factors, (*scales, scale)
@@ -268,7 +274,8 @@ def probes(anatomy: Anatomy) -> Tensor:
     The embedding of a padding token is often zero, and beside a stream of zeros any eps is large.
     """
     length = min(PROBE_LENGTH, anatomy.max_positions or PROBE_LENGTH)
-    vocab_size, padding = anatomy.vocab_size or 1, getattr(anatomy.config, "pad_token_id", None)
+    vocab_size = anatomy.vocab_size or 1
+    padding = getattr(anatomy.config, "pad_token_id", None)
     ids = torch.randint(0, vocab_size, (PROBES, length), generator=torch.Generator().manual_seed(0))
     return ids if padding is None else ids.where(ids != padding, (padding + 1) % vocab_size)
 
@@ -288,9 +295,9 @@ def logits(anatomy: Anatomy, ids: Tensor, weights: Mapping[str, Tensor] | None =
     model = anatomy.model
     ids = ids.to(device_of(model))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-    own = {name: weight.to(ids.device) for name, weight in (weights or {}).items()}
+    replaced = {name: weight.to(ids.device) for name, weight in (weights or {}).items()}
     with evaluating(model):
-        outputs: Tensor = functional_call(model, own, (), inputs).logits.cpu()
+        outputs: Tensor = functional_call(model, replaced, (), inputs).logits.cpu()
     if not bool(torch.isfinite(outputs).all()):
         raise FulldepthError(f"This {type(model).__name__} gives NaN or infinite logits, so nothing can be compared.")
     return outputs
@@ -323,7 +330,8 @@ def rounding_error(
     dtype = dtype or expected.dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return 0.0
-    unit, generator = torch.finfo(dtype).eps, torch.Generator().manual_seed(0)
+    unit = torch.finfo(dtype).eps
+    generator = torch.Generator().manual_seed(0)
 
     def reround(module: nn.Module, args: Any, output: Any) -> Any:
         state = output[0] if isinstance(output, tuple) else output

@@ -65,7 +65,7 @@ def check_format(model: PreTrainedModel, plan: Plan, format: Format) -> Anatomy:
 
 
 def export_obstacle(model: PreTrainedModel, granularity: str) -> str | None:
-    """What exports cannot hold of any plan of a model, tried without its middle layer; None if nothing is known."""
+    """Reason why exports cannot hold any plan of a model, tried without its middle layer; None if nothing is known."""
     try:
         anatomy = find_anatomy(as_stock(model))
     except FulldepthError as error:

@@ -87,7 +87,8 @@ def as_stock(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         FulldepthError: for a model with active switches, which no stock class computes, or with offloaded weights.
     """
-    config, stock_class = model.config, getattr(model, "stock_class", None)
+    config = model.config
+    stock_class = getattr(model, "stock_class", None)
     if stock_class is None:
         return model
     if config.switches:
@@ -108,7 +109,7 @@ def as_stock(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def carries_code(model: PreTrainedModel) -> bool:
-    """Whether a model has active switches, which no stock class computes, and its checkpoints carry its code."""
+    """Return True if a model has active switches, which no stock class computes, so that checkpoints carry its code."""
     is_switched = getattr(model, "stock_class", None) is not None and bool(model.config.switches)
     return is_switched and type(model)._auto_class is not None
 
@@ -122,7 +123,8 @@ def as_text(model: PreTrainedModel) -> PreTrainedModel:
         implementation = {"attn_implementation": config._attn_implementation}
         text: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **implementation)
     setattr(text, text.base_model_prefix, model.get_decoder())
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     text.set_output_embeddings(head)
     text.config.tie_word_embeddings = head.weight is embeddings.weight  # as in the whole model, whatever its part says
     text.all_tied_weights_keys = stated_ties(text)
@@ -194,9 +196,9 @@ def _write_weights(draft: Draft, model: PreTrainedModel, weights: Mapping[str, W
     """Name of the first -> all weights that are converted together: those of a layer if they fit into a file."""
     for names in groups.values():
         parts |= {names[0]: names} if size(names) <= draft.shard_size else {name: [name] for name in names}
-    pattern, most = "model{suffix}.safetensors", draft.shard_size
+    pattern = "model{suffix}.safetensors"
     files = split_state_dict_into_shards_factory(
-        parts, get_storage_size=size, filename_pattern=pattern, max_shard_size=most
+        parts, get_storage_size=size, filename_pattern=pattern, max_shard_size=draft.shard_size
     ).filename_to_tensors
     index: dict[str, str] = {}
     total = 0

@@ -76,10 +76,12 @@ class DeciLM(Format):
 
     def write(self, draft: Draft) -> list[str]:
         """Write the checkpoint, its configuration with the published names, and modelling code for transformers."""
-        config, state = draft.model.config, draft.weights()
+        config = draft.model.config
+        state = draft.weights()
         skipped = set(draft.plan.lacking("attention")) - {1}  # readers need its attention
         size = -(-config.intermediate_size // MULTIPLE) * MULTIPLE
-        missing, biased = size - config.intermediate_size, any(name.endswith("q_proj.bias") for name in state)
+        missing = size - config.intermediate_size
+        biased = any(name.endswith("q_proj.bias") for name in state)
         llama_values = {name: value for name, value in plain_values(config).items() if name not in NOT_OF_LLAMA}
         values = llama_values | {
             "architectures": ["DeciLMForCausalLM"],

@@ -40,7 +40,7 @@ class Fast(Format):
             )
 
     def keeps_scalars(self, model: PreTrainedModel) -> bool:
-        """Whether the class multiplies by a plan's scalars itself, because the family's weights cannot hold them."""
+        """Return True if the class multiplies by a plan's scalars, because the family's weights cannot hold them."""
         kind: Any = SKIPPED[model.config.model_type]
         return bool(kind.model_class.layout.keeps_scalars)
 

@@ -102,7 +102,7 @@ class Format(ABC):
 
 
 class Folded(Format):
-    """All weights after folding; skipped branches have output weights of zero."""
+    """Checkpoint of the same class with folded weights; skipped branches have output weights of zero."""
 
     name = "folded"
     granularities = ("attention", "mlp", "layer", "any")
@@ -144,21 +144,22 @@ class Layer(Format):
 
     def write(self, draft: Draft) -> list[str]:
         """Write the remaining layers, and their entries of every list of the configuration with one entry per layer."""
-        num_layers, kept = draft.anatomy.num_layers, remaining(draft.plan, draft.anatomy)
-        config, changed, by_list = cut_config(draft.anatomy, kept)
+        num_layers = draft.anatomy.num_layers
+        remaining_layers = remaining(draft.plan, draft.anatomy)
+        config, changed, by_list = cut_config(draft.anatomy, remaining_layers)
         weights = {}
         for name, weight in draft.weights().items():
             if name.startswith(f"{draft.blocks_name}."):
                 number, _, own_name = name.removeprefix(f"{draft.blocks_name}.").partition(".")
-                if int(number) + 1 not in kept:
+                if int(number) + 1 not in remaining_layers:
                     continue
-                name = f"{draft.blocks_name}.{kept.index(int(number) + 1)}.{own_name}"
+                name = f"{draft.blocks_name}.{remaining_layers.index(int(number) + 1)}.{own_name}"
             weights[name] = weight
         save(draft, type(draft.model), config, weights)
         lists = f" Cut to them: {', '.join(changed)}." if changed else ""
         notes = [
             draft.folding.note,
-            f"Layers {', '.join(map(str, kept))} of {num_layers} are left, renumbered.{lists}",
+            f"Layers {', '.join(map(str, remaining_layers))} of {num_layers} are left, renumbered.{lists}",
         ]
         if by_list:
             notes.append(

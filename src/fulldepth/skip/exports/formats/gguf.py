@@ -41,7 +41,9 @@ WRITTEN = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
 """Types of tensors that the `gguf` package writes."""
 ROUNDING = 0.25
 """Largest error of a stored weight, relative to its norm: in four bits 0.08 for normal values, 0.13 for heavy tails."""
-HEADS, KV_HEADS, WIDTH = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
+HEADS = "attention.head_count"
+KV_HEADS = "attention.head_count_kv"
+WIDTH = "feed_forward_length"
 Layers = list[tuple[int | None, int | None]]
 """For each layer of the new file the 1-based layers of the source that its attention and its MLP are from."""
 
@@ -140,7 +142,8 @@ def write_gguf(
     """
     from gguf import GGUFReader, GGUFValueType, GGUFWriter  # noqa: PLC0415
 
-    header, reader = read_header(source), GGUFReader(source)
+    header = read_header(source)
+    reader = GGUFReader(source)
     layers = layers_of(header, without_attention, without_mlp)
     architecture = "deci" if any(None in layer for layer in layers) else header.architecture
     replaced, stored = changes(header, reader.tensors, layers, weights or {}, gguf_type)
@@ -203,9 +206,9 @@ def check_deci(header: Header) -> None:
         FulldepthError: with the reason.
     """
     blocks = (BLOCK.fullmatch(name) for name in header.shapes)
-    others = sorted({block[2] for block in blocks if block and not DECI_TENSORS.fullmatch(block[2])})
-    if header.architecture != "llama" or others:
-        also = f" with {names_of(others)}" if header.architecture == "llama" else ""
+    unknown_tensors = sorted({block[2] for block in blocks if block and not DECI_TENSORS.fullmatch(block[2])})
+    if header.architecture != "llama" or unknown_tensors:
+        also = f" with {names_of(unknown_tensors)}" if header.architecture == "llama" else ""
         raise FulldepthError(
             "llama.cpp computes layers without attention or MLP for a plain llama only (its architecture deci). This "
             f"is a {header.architecture}{also}. Use --format fast or folded, or a plan of whole layers."
@@ -219,8 +222,9 @@ def check_whole(header: Header, layers: Layers) -> None:
         FulldepthError: with what can be removed.
     """
     kinds = getattr(load_gguf_config(header.path), "layer_types", None) or []
-    kept, listed = [kinds[number - 1] for number, _ in layers if number and kinds], per_layer(header)
-    if not listed and kept != kinds[: len(kept)]:
+    remaining_kinds = [kinds[number - 1] for number, _ in layers if number and kinds]
+    listed = per_layer(header)
+    if not listed and remaining_kinds != kinds[: len(remaining_kinds)]:
         period = next(step for step in range(1, len(kinds) + 1) if kinds[step:] == kinds[:-step])
         raise FulldepthError(
             f"llama.cpp takes from the number of a {header.architecture} layer whether its attention has a window: "
@@ -247,18 +251,20 @@ def per_layer(header: Header) -> set[str]:
 
 def metadata(header: Header, layers: Layers, architecture: str) -> dict[str, Any]:
     """Key -> value of the new file's metadata, in the source's order, without the architecture."""
-    entries, listed = header.entries, per_layer(header)
+    entries = header.entries
+    listed = per_layer(header)
     values: dict[str, Any] = {"block_count": len(layers)}
     values |= {name: [entries[name][(a or m or 0) - 1] for a, m in layers] for name in listed}
     if architecture == "deci":
-        heads, width = entries[HEADS], entries[WIDTH]
+        heads = entries[HEADS]
+        width = entries[WIDTH]
         # In the first layer heads without keys and values are the linear attention.
         values[HEADS] = [heads if attention or not index else 0 for index, (attention, _) in enumerate(layers)]
         values[KV_HEADS] = [entries.get(KV_HEADS, heads) if attention else 0 for attention, _ in layers]
         values[WIDTH] = [width if mlp else 1 for _, mlp in layers]
-    own = f"{header.architecture}."
+    prefix = f"{header.architecture}."
     renamed = {
-        f"{architecture}.{key.removeprefix(own)}" if key.startswith(own) else key: value
+        f"{architecture}.{key.removeprefix(prefix)}" if key.startswith(prefix) else key: value
         for key, value in header.metadata.items()
         if key != "general.architecture" and value != ()
     }
@@ -276,11 +282,14 @@ def changes(
     """
     from gguf import dequantize  # noqa: PLC0415
 
-    config, architecture = load_gguf_config(header.path), header.architecture
+    config = load_gguf_config(header.path)
+    architecture = header.architecture
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-    names, replaced, held = get_gguf_hf_weights_map(model, processor), {}, {}
+    names = get_gguf_hf_weights_map(model, processor)
+    replaced = {}
+    held = {}
     for tensor in stored:
         name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
         if name not in weights or place(layers, tensor.name) is None:
@@ -290,7 +299,8 @@ def changes(
         def process(values: np.ndarray, stored_name: str = tensor.name, joined: Any = joined) -> Any:
             return processor.process(values, name=stored_name, tensor_key_mapping=names, parsed_parameters=joined)
 
-        weight, values = weights[name].read().cpu(), dequantize(tensor.data, tensor.tensor_type)
+        weight = weights[name].read().cpu()
+        values = dequantize(tensor.data, tensor.tensor_type)
         read = process(values)
         known = joined["tensors"][name] if read.name is None else torch.from_numpy(np.array(read.weights))
         known = known.to(weight.dtype)
@@ -328,7 +338,8 @@ def place(layers: Layers, name: str) -> str | None:
     block = BLOCK.fullmatch(name)
     if block is None:
         return name
-    part, number = int(block[2].startswith("ffn_")), int(block[1]) + 1
+    part = int(block[2].startswith("ffn_"))
+    number = int(block[1]) + 1
     index = next((index for index, layer in enumerate(layers) if layer[part] == number), None)
     return None if index is None else f"blk.{index}.{block[2]}"
 
@@ -340,15 +351,19 @@ def tensors(
     for tensor in stored:
         if (name := place(layers, tensor.name)) is not None:
             yield name, *replaced.get(tensor.name, (tensor.data, tensor.tensor_type))
-    of, width = {tensor.name: tensor for tensor in stored}, header.entries["embedding_length"]
+    of = {tensor.name: tensor for tensor in stored}
+    width = header.entries["embedding_length"]
     for index, (attention, mlp) in enumerate(layers):
         if mlp is None:
-            norm, zeros = "ffn_norm", {"ffn_gate": (1, width), "ffn_up": (1, width), "ffn_down": (width, 1)}
+            norm = "ffn_norm"
+            zeros = {"ffn_gate": (1, width), "ffn_up": (1, width), "ffn_down": (width, 1)}
         elif attention is None and index == 0:
-            norm, zeros = "attn_norm", {"attn_output": (width, width)}
+            norm = "attn_norm"
+            zeros = {"attn_output": (width, width)}
         else:
             continue
-        new, old = f"blk.{index}", f"blk.{(attention or mlp or 0) - 1}"
+        new = f"blk.{index}"
+        old = f"blk.{(attention or mlp or 0) - 1}"
         yield f"{new}.{norm}.weight", of[f"{old}.{norm}.weight"].data, of[f"{old}.{norm}.weight"].tensor_type
         for name, shape in zeros.items():
             kind = of[f"{old}.{name}.weight"].tensor_type
