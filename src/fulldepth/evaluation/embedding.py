@@ -54,7 +54,8 @@ class Embedder:
         )
         checkpoint.check_weights()
         self.model: Any = checkpoint.model.eval()
-        self.tokenizer, self.pooling = open_tokenizer(checkpoint, **code), _pooling(name)
+        self.tokenizer = open_tokenizer(checkpoint, **code)
+        self.pooling = _pooling(name)
         self.identity = [model_hash(self.model), self.pooling, hash_tokenizer(self.tokenizer)]
         """What all embeddings depend on."""
         self.limit = anatomy_candidates(self.model)[0].max_positions

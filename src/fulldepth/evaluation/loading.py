@@ -52,7 +52,7 @@ SUITES = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """What is evaluated together: a task, a group with its members, or a tag."""
+    """Tasks that are evaluated together: one task, a group with its members, or a tag."""
 
     tasks: dict[str, Any]
     """`tasks` and `groups`, as lm-eval's `evaluate` takes them."""
@@ -61,7 +61,7 @@ class Loaded:
 
     @property
     def generates(self) -> bool:
-        """Whether one of them generates text."""
+        """True if one of them generates text."""
         return any(task.OUTPUT_TYPE == "generate_until" for task in self.tasks["tasks"].values())
 
 
@@ -88,17 +88,17 @@ def load_tasks(settings: EvaluateSettings) -> dict[str, Loaded]:
     with needing("lm-eval", "evaluate", "Scoring tasks"):
         from lm_eval.tasks import TaskManager  # noqa: PLC0415  # an extra
 
-    own = {name: local_task(name, settings.task_data or []) for name in units if name in LOCAL_TASKS}
+    local_tasks = {name: local_task(name, settings.task_data or []) for name in units if name in LOCAL_TASKS}
     include = {} if settings.include_path is None else {"include_path": settings.include_path}
     folder = Path(settings.include_path or ".")
     if not folder.is_dir():
         raise FulldepthError(f"There is no folder {folder} with YAML files of tasks (include_path).")
     with quiet():
         manager = TaskManager(include_defaults=False, **include)
-        if {*units} - {*own} - {*manager.all_tasks}:
+        if {*units} - {*local_tasks} - {*manager.all_tasks}:
             manager = TaskManager(**include)  # reading all of lm-eval's tasks takes seconds
     for name in units:
-        if name not in own and name not in manager.all_tasks:
+        if name not in local_tasks and name not in manager.all_tasks:
             raise unknown("task", name, {*LOCAL_TASKS, *SUITES, *manager.all_tasks})
     files = sorted(file for file in folder.rglob("*") if file.suffix in CODE and file.is_file()) if include else []
     code = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
@@ -106,7 +106,7 @@ def load_tasks(settings: EvaluateSettings) -> dict[str, Loaded]:
     for name, shots in units.items():
         try:
             with quiet(), seeded(settings.seed):
-                tasks = dict(manager.load([own.get(name, name)]))
+                tasks = dict(manager.load([local_tasks.get(name, name)]))
                 count = shots if settings.num_fewshot is None else settings.num_fewshot
                 content = _prepared(tasks["tasks"], count, settings)
         except FulldepthError:
@@ -115,10 +115,10 @@ def load_tasks(settings: EvaluateSettings) -> dict[str, Loaded]:
             hint = " Tasks of lm-eval download their data; without a network, use the *_local tasks."
             text = one_line(error).rstrip(".") or type(error).__name__
             raise FulldepthError(
-                f"The task {name} cannot be loaded: {one_line(text, 300)}.{'' if name in own else hint}"
+                f"The task {name} cannot be loaded: {one_line(text, 300)}.{'' if name in local_tasks else hint}"
             ) from error
         loaded[name] = Loaded(tasks, str(Fingerprint(version("lm-eval"), json.dumps(code), *content)))
-    if settings.gen_kwargs and not any(each.generates for each in loaded.values()):
+    if settings.gen_kwargs and not any(task.generates for task in loaded.values()):
         raise FulldepthError("gen_kwargs are for tasks that generate text, and none of these does; leave them out.")
     return loaded
 
@@ -134,8 +134,8 @@ def _prepared(tasks: dict[str, Any], num_fewshot: int | None, settings: Evaluate
     options = simple_parse_args_string(options) if isinstance(options, str) else options
     parts: list[Any] = []
     for key, task in sorted(tasks.items()):
-        own = task.get_config("num_fewshot")
-        if own is None or (num_fewshot is not None and own != 0):
+        default_shots = task.get_config("num_fewshot")
+        if default_shots is None or (num_fewshot is not None and default_shots != 0):
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
         if options and task.OUTPUT_TYPE == "generate_until":
             task.set_config(key="generation_kwargs", value=dict(options), update=True)

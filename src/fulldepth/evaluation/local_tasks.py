@@ -49,12 +49,12 @@ def local_task(name: str, folders: Sequence[str | Path]) -> dict[str, Any]:
     """
     config = yaml.load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), Loader=_TaskLoader)
     files = config.pop("dataset_kwargs")["data_files"]
-    found = {split: find_file(file, folders, name) for split, file in files.items()}
+    paths = {split: find_file(file, folders, name) for split, file in files.items()}
     is_choice = config["output_type"] == "multiple_choice"
 
     def read(**options: Any) -> datasets.DatasetDict:
         """The data set, as lm-eval asks for it."""
-        rows = {split: list(read_rows(path, TEXT_COLUMNS[name], is_choice)) for split, path in found.items()}
+        rows = {split: list(read_rows(path, TEXT_COLUMNS[name], is_choice)) for split, path in paths.items()}
         return datasets.DatasetDict({split: datasets.Dataset.from_list(listed) for split, listed in rows.items()})
 
     return {**config, "custom_dataset": read}
@@ -93,7 +93,8 @@ def read_rows(path: Path, texts: Sequence[str], is_choice: bool) -> Iterator[dic
                 raise _bad(place, column, row.get(column), "text that is not empty")
         checked = {column: row[column] for column in texts}
         if is_choice:
-            choices, gold = row.get("choices"), row.get("gold")
+            choices = row.get("choices")
+            gold = row.get("gold")
             if not isinstance(choices, list) or len(choices) < 2 or not all(map(_is_text, choices)):
                 raise _bad(place, "choices", choices, "a list of two texts or more, none empty")
             if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(choices):
@@ -105,7 +106,7 @@ def read_rows(path: Path, texts: Sequence[str], is_choice: bool) -> Iterator[dic
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is text with letters, and without halves of surrogate pairs, which no tokenizer accepts."""
+    """Return True for text with letters and without halves of surrogate pairs, which no tokenizer accepts."""
     return isinstance(value, str) and bool(value.strip()) and not any(0xD800 <= ord(c) <= 0xDFFF for c in value)
 
 

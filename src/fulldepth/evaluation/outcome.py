@@ -47,7 +47,7 @@ class TaskCurve(NamedTuple):
 
     @property
     def is_advised(self) -> bool:
-        """Whether the whole model is measurably better than a guess."""
+        """True if the whole model is measurably better than a guess."""
         return self.lead is not None and advisable(self.lead.value, self.lead.error)
 
     @property
@@ -76,9 +76,11 @@ def curves(scored: Scored) -> Iterator[TaskCurve]:
         directions = scored.higher_is_better.get(task) or {}
         names = [score.metric for score in by_layer[-1]]
         metric = next((name for name in names if directions.get(name.partition(":")[0])), names[0])
-        scores = [next(score for score in each if score.metric == metric) for each in by_layer]
+        scores = [next(score for score in scores_of_depth if score.metric == metric) for scores_of_depth in by_layer]
         higher = bool(directions.get(metric.partition(":")[0], True))
-        full, sign, known = scores[-1], 1 if higher else -1, scored.clusters.get(task)
+        full = scores[-1]
+        sign = 1 if higher else -1
+        known = scored.clusters.get(task)
         clusters = None if known is None else torch.from_numpy(known)
         drops: list[Mean] = []
         for score in scores:
@@ -89,7 +91,8 @@ def curves(scored: Scored) -> Iterator[TaskCurve]:
                 error = None if None in errors else math.hypot(*errors)  # type: ignore[arg-type]
                 drop = sign * (full.value - score.value)
                 drops.append(Mean(drop, error, min(GROUPS, full.count), max(1, full.count)))
-        lead, guess = None, scored.guesses.get(task)
+        lead = None
+        guess = scored.guesses.get(task)
         if full.values is not None and guess is not None and clusters is not None and {*full.values} <= {0.0, 1.0}:
             lead = Mean.of(torch.from_numpy(full.values - guess), clusters)
         yield TaskCurve(task, metric, higher, layers, scores, drops, lead, scored.chance.get(task))
@@ -113,22 +116,25 @@ def task_entries(scored: Scored) -> dict[str, dict[str, Any]]:
 
 def findings(scored: Scored) -> dict[str, Finding]:
     """Two findings of each task: the whole model's score, and the earliest exit layer that keeps it."""
-    found = {}
+    entries = {}
     for curve in curves(scored):
-        full, is_accuracy = curve.full, curve.metric.startswith("acc")
+        full = curve.full
+        is_accuracy = curve.metric.startswith("acc")
         guess = f"; a guess gives {curve.chance:.3f}" if curve.chance is not None and is_accuracy else ""
         sentence = (
             f"{curve.task}: {_shown(full)} {curve.metric} with all {curve.layers[-1]} layers ({full.count:,} "
             f"examples{guess})."
         )
-        found[f"score {curve.task}"] = Finding(full.value, "1", sentence, standard_error=full.error)
+        entries[f"score {curve.task}"] = Finding(full.value, "1", sentence, standard_error=full.error)
         if len(curve.layers) > 1:
-            found[f"earliest_exit {curve.task}"] = _earliest(curve)
-    return found
+            entries[f"earliest_exit {curve.task}"] = _earliest(curve)
+    return entries
 
 
 def _earliest(curve: TaskCurve) -> Finding:
-    depth, earliest, plain = curve.layers[-1], curve.earliest, curve.by_estimate
+    depth = curve.layers[-1]
+    earliest = curve.earliest
+    plain = curve.by_estimate
     why = "the layer of a threshold has no standard error"
     if not curve.is_advised:
         guess = "a guess" if curve.chance is None else f"a guess ({curve.chance:.3f})"

@@ -143,13 +143,13 @@ def score_tasks(
     return scored
 
 
-def _run(lm: Any, loaded: Mapping[str, Any], settings: EvaluateSettings, most: int | None) -> dict[str, Any]:
+def _run(lm: Any, loaded: Mapping[str, Any], settings: EvaluateSettings, limit: int | None) -> dict[str, Any]:
     """The output of lm-eval's `evaluate`, as in `lm_eval.simple_evaluate`, with at most so many resamples."""
     from lm_eval import evaluate  # noqa: PLC0415  # an extra
 
     for task in loaded["tasks"].values():
         task.set_fewshot_seed(seed=SEED if settings.seed is None else settings.seed)
-    resamples = settings.bootstrap_iters if most is None else min(most, settings.bootstrap_iters)
+    resamples = settings.bootstrap_iters if limit is None else min(limit, settings.bootstrap_iters)
     prompting = settings.model_dump(include={"limit", "apply_chat_template", "system_instruction"})
     try:
         with quiet(), seeded(settings.seed):
@@ -187,7 +187,7 @@ def _none_right(task: str, rows: Sequence[Mapping[str, Any]], metrics: Sequence[
     marks = [row[metric] for row in rows for metric in metrics if isinstance(row.get(metric), int | float | np.number)]
     if not marks or any(marks):
         return []
-    pairs = [(str(one[0]), str(one[1])) for row in rows for one in row["arguments"] if len(one) > 1]
+    pairs = [(str(request[0]), str(request[1])) for row in rows for request in row["arguments"] if len(request) > 1]
     joined = [pair for pair in pairs if pair[0][-1:].isalnum() and pair[1][:1].isalnum()]
     hint = " Look at the prompts and answers (--set log_samples=true)."
     if joined:
@@ -260,7 +260,9 @@ def _scores(output: Mapping[str, Any]) -> Iterator[Score]:
 def _examples(samples: Sequence[Mapping[str, Any]], how: str | None = None) -> list[Mapping[str, Any]]:
     """The examples of a filter (None = the first one), in the order of the task."""
     how = samples[0].get("filter") if how is None and samples else how
-    return sorted((one for one in samples if one.get("filter") == how), key=lambda one: int(one["doc_id"]))
+    return sorted(
+        (sample for sample in samples if sample.get("filter") == how), key=lambda sample: int(sample["doc_id"])
+    )
 
 
 def _guesses(rows: Sequence[Mapping[str, Any]], choices: Mapping[int, int]) -> NDArray[np.float64]:

@@ -80,8 +80,8 @@ def batched(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tup
 
 
 def _results(anatomy: Anatomy, sequences: Sequences, indices: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Of the first of these sequences, which are run in one batch: the residual stream `[L+1, T, D]`, and the logits
-    `[1, 1, C]` of a head that pools inside.
+    """Run these sequences in one batch, and return the results of the first: its residual stream `[L+1, T, D]`, and the
+    logits `[1, 1, C]` of a head that pools inside.
     """
     batch = sequences.collate(indices)
     with capture(anatomy, ["residual"]) as activations:

@@ -160,7 +160,8 @@ def _export(
     """Write the checkpoint of a model that was cut, and verify it."""
     make_plain(cut.config)
     withdrawn = withdraw_promises(cut.config, cut.state_dict())
-    stock, notes = type(cut).__module__.startswith("transformers."), [reason, *withdrawn, *checkpoint.warnings]
+    stock = type(cut).__module__.startswith("transformers.")
+    notes = [reason, *withdrawn, *checkpoint.warnings]
     check_free(target, size_of(cut))
     with folder_to_be(target) as folder:
         with generation_settings(cut, folder), silent():
@@ -177,7 +178,8 @@ def _export(
             notes += save_tokenizer(own, (checkpoint.name, checkpoint.model.name_or_path), folder, **hub)
             publish_older_tokenizer(folder)
         strip_foreign_code(folder, carries_code=not stock)
-        error, parameters = _prove(folder, anatomy, cut, "stock" if stock else "carried"), count_parameters(folder)
+        error = _prove(folder, anatomy, cut, "stock" if stock else "carried")
+        parameters = count_parameters(folder)
         layers = replace(anatomy, model=cut).num_layers
         report = LayersExport(target, layers, anatomy.num_layers, parameters, 0, error, tuple(notes))
         _card(checkpoint, anatomy, report).write(folder)
@@ -198,7 +200,8 @@ def _choose(
     Raises:
         FulldepthError: if it is out of range, or nothing is advised.
     """
-    num_layers, share = anatomy.num_layers, 1 - (settings.effective_depth or 0)
+    num_layers = anatomy.num_layers
+    share = 1 - (settings.effective_depth or 0)
     if (layers := settings.layers) is not None:
         if layers > num_layers:
             raise FulldepthError(
@@ -211,10 +214,10 @@ def _choose(
     if reason := no_advice(subject, readings):
         raise FulldepthError(f"{reason} Give other data, or choose the layers with --layers.")
     plain, low, layers = readings.depth(share)
-    kept, full = (readings.accuracy(readings.all_at(layer)) for layer in (layers, num_layers))
+    cut, full = (readings.accuracy(readings.all_at(layer)) for layer in (layers, num_layers))
     return layers, (
         f"The first {layers} of {num_layers} layers: the fewest shown to keep at least {share:.0%} of the full model's "
-        f"accuracy on {subject.sequences.name} ({kept:.1%} and {full:.1%}; by the estimates alone {plain}, 95 % "
+        f"accuracy on {subject.sequences.name} ({cut:.1%} and {full:.1%}; by the estimates alone {plain}, 95 % "
         f"interval {low} to {layers})."
     )
 
@@ -249,9 +252,10 @@ def _prove(folder: Path, anatomy: Anatomy, cut: PreTrainedModel, reader: str) ->
 
 def _card(checkpoint: Checkpoint, anatomy: Anatomy, report: LayersExport) -> ModelCard:
     """The model card."""
-    name, kind = one_line(checkpoint.name, 200), type(checkpoint.model).__name__
-    own = exit_heads_of(checkpoint.model).get(report.layers)
-    head = "its head" if own is None else f"layer {report.layers}'s own head"
+    name = one_line(checkpoint.name, 200)
+    kind = type(checkpoint.model).__name__
+    exit_head = exit_heads_of(checkpoint.model).get(report.layers)
+    head = "its head" if exit_head is None else f"layer {report.layers}'s own head"
     layers = f"first {report.layers} of {report.num_layers} layers"
     return ModelCard(
         title=f"{name}: the {layers}",

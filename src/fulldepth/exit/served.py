@@ -23,7 +23,8 @@ from fulldepth.exit.readings import Exit, Readings
 from fulldepth.exit.subject import ExitSubject
 from fulldepth.settings.exit import ExitSettings
 
-MOST_CHANGED, IN_HALF = 0.01, 0.05
+MOST_CHANGED = 0.01
+IN_HALF = 0.05
 """Largest share of samples that may leave elsewhere than in the one pass (rounding near the threshold); in half
 precision."""
 
@@ -40,9 +41,9 @@ class SpeedUp:
     """Median of the rounds with early exit."""
 
     @classmethod
-    def of(cls, full: Sequence[float], own: Sequence[float], other_load: float) -> SpeedUp:
+    def of(cls, full: Sequence[float], early: Sequence[float], other_load: float) -> SpeedUp:
         """From seconds in each round."""
-        return cls(median_ratio(full, own), other_load, len(own), median(own))
+        return cls(median_ratio(full, early), other_load, len(early), median(early))
 
     @property
     def verdict(self) -> str:
@@ -63,7 +64,7 @@ class SpeedUp:
         }
 
     def sentence(self) -> str:
-        """What the times say."""
+        """Sentence on the measured times."""
         ratio = self.ratio
         ends = f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}"
         return {
@@ -93,17 +94,22 @@ class EarlyExit:
             inputs: a batch on the model's device.
             exit: when to leave.
         """
-        runner, anatomy, last = self._runner, self.subject.anatomy, exit.num_layers
-        states, rule = runner.begin(inputs), ExitRule(exit.rule, exit.threshold, last)
+        runner = self._runner
+        anatomy = self.subject.anatomy
+        last = exit.num_layers
+        states = runner.begin(inputs)
+        rule = ExitRule(exit.rule, exit.threshold, last)
         first = last if exit.threshold >= 1 else exit.min_layer
         rows = torch.arange(len(next(iter(inputs.values()))), device=states.device)
-        left, answers = torch.full_like(rows, last), torch.empty(0)
+        left = torch.full_like(rows, last)
+        answers = torch.empty(0)
         for layer in range(1, last + 1):
             output = runner.run(layer, states)
             states = anatomy.handed_on(output)
             if layer < first:
                 continue
-            stream, classifier = anatomy.stream(output), self.subject.classifier  # [N, T, D]
+            stream = anatomy.stream(output)  # [N, T, D]
+            classifier = self.subject.classifier
             every = torch.ones(stream.shape[:2], dtype=torch.bool, device=stream.device)
             mask = inputs.get("attention_mask", every)
             logits = classifier.at(layer).sequences(stream, classifier.sample_mask(inputs, mask))
@@ -115,7 +121,8 @@ class EarlyExit:
             if not bool(stays.any()):
                 break
             if bool(leaves.any()):
-                rows, states = rows[stays], anatomy.select(states, stays)
+                rows = rows[stays]
+                states = anatomy.select(states, stays)
                 inputs = {name: value[stays] for name, value in inputs.items()}
                 rule.keep(stays)
                 runner.keep(inputs)
@@ -144,16 +151,19 @@ def timed(
     Raises:
         FulldepthError: if samples leave elsewhere than in the one pass that gave the readings.
     """
-    early, load, model = EarlyExit(subject), OtherLoad(), subject.checkpoint.model
+    early = EarlyExit(subject)
+    load = OtherLoad()
+    model = subject.checkpoint.model
     place = {int(sequence): row for row, sequence in enumerate(readings.sequence)}
     # full batches of the samples that were read
     groups = [[index for index in group if index in place] for group in subject.sequences.groups(subject.batch_size)]
     if subject.sequences.batching == "padded":
         groups = in_batches([index for group in groups for index in group], subject.batch_size)
-    groups, rounds = [group for group in groups if group], settings.repeats
+    groups = [group for group in groups if group]
+    rounds = settings.repeats
     watcher.begin("Timing early exit", rounds * len(groups))
     seconds = [[0.0] * rounds for _ in range(1 + len(exits))]
-    found = {exit: torch.zeros_like(readings.sequence) for exit in exits}
+    left_layers = {exit: torch.zeros_like(readings.sequence) for exit in exits}
     for number in range(-1, rounds):  # the first batch of round -1 warms up
         for index, group in enumerate(groups[:1] if number < 0 else groups):
             inputs = subject.inputs(subject.sequences.collate(group).inputs)
@@ -164,13 +174,13 @@ def timed(
                 left = model(**inputs) if turn == 0 else early.run(inputs, exit)[1]
                 elapsed = now(subject.device) - start
                 if turn:
-                    found[exit][rows] = left.cpu()
+                    left_layers[exit][rows] = left.cpu()
                 if number >= 0:
                     seconds[turn][number] += elapsed
             if number >= 0:
                 watcher.advance(1)
     for exit, expected in exits.items():
-        changed = float((expected != found[exit]).double().mean())
+        changed = float((expected != left_layers[exit]).double().mean())
         if changed > (IN_HALF if model.dtype.itemsize < 4 else MOST_CHANGED):
             raise FulldepthError(
                 f"{changed:.1%} of the samples leave after another layer when others are removed from their batch "
@@ -178,5 +188,8 @@ def timed(
                 "with --batch-size 1, or not at all (--repeats 0)."
             )
     share = load.share()
-    speedups = {exit: SpeedUp.of(seconds[0], own, share) for exit, own in zip(exits, seconds[1:], strict=True)}
+    speedups = {
+        exit: SpeedUp.of(seconds[0], early_seconds, share)
+        for exit, early_seconds in zip(exits, seconds[1:], strict=True)
+    }
     return speedups, median(seconds[0])

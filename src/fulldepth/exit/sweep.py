@@ -53,7 +53,7 @@ class ExitRow:
 
     @classmethod
     def of(cls, readings: Readings, exit: Exit, split: str = "report", calibrated: bool = False) -> ExitRow:
-        """What a rule and threshold give on samples; at least one sample."""
+        """Apply a rule and threshold to samples, of which there must be at least one."""
         layers = readings.layers(exit)
         return cls(exit, layers, readings.scores(layers), split, calibrated)
 
@@ -310,7 +310,7 @@ def _headline(
 
 
 def _did(subject: ExitSubject, row: ExitRow, lead: str, tolerance: float = 0.0) -> str:
-    """What a threshold costs and saves."""
+    """Sentence on what a threshold costs and saves."""
     layers, what = row.exit.num_layers, "samples" if subject.classifies else "tokens"
     return (
         f"{lead}. {drop_sentence(row.scores['drop'], tolerance)}, to {row.scores['accuracy'].value:.1%}; "

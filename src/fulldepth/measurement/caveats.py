@@ -39,7 +39,7 @@ EMPTY = {"coherence": "the states do not vary along the sequence at any layer"}
 
 
 def caveats(subject: MeasuredSubject, setup: Setup, table: pd.DataFrame) -> list[str]:
-    """All warnings, those of the checkpoint and the data first."""
+    """Return all warnings of a measurement; those of the checkpoint and the data come first."""
     lines = [*subject.checkpoint.warnings, *subject.sequences.warnings, *subject.warnings]
     lines.append(zero_weights(subject.checkpoint.model))
     clusters = Clusters.of(subject.sequences)
@@ -63,7 +63,8 @@ def sampling(subject: MeasuredSubject, settings: MeasureSettings, setup: Setup, 
     """The entry `sampling` of `results.json`: sizes of the samples and of the populations that they were drawn from;
     `sentence`, None if nothing was sampled.
     """
-    targets, measured = subject.sequences.num_targets, set(table.measure)
+    targets = subject.sequences.num_targets
+    measured = set(table.measure)
     sizes = {
         "reservoir_tokens": setup.reservoir_tokens,
         "counted_tokens": setup.num_tokens,

@@ -19,7 +19,7 @@ FALLS = "every layer in the sum displaces less than the one before by more than 
 
 @dataclass(frozen=True)
 class Clusters:
-    """What the standard errors of a sample rest on."""
+    """Independent units of a sample, on which its standard errors rest."""
 
     sequences: int
     """Sequences that were measured."""
@@ -31,7 +31,7 @@ class Clusters:
 
     @classmethod
     def of(cls, sequences: Sequences) -> Clusters:
-        """Those of a data set."""
+        """Count the units of a data set."""
         number = len(set(sequences.clusters)) or len(sequences)
         return cls(len(sequences), number, sequences.unit, sequences.no_error)
 
@@ -92,11 +92,13 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
         f"bias of {clusters.sequences} sequences): {kind}."
     )
     findings["mean_coherence"] = Finding(mean, "1", sentence, error)
-    settled, enough = "Half of the predictions are settled by layer {}", "Layer {} reaches 95 % of the last accuracy"
+    settled = "Half of the predictions are settled by layer {}"
+    enough = "Layer {} reaches 95 % of the last accuracy"
     findings["median_saturation"] = step("saturation", "median", settled)
     findings["effective_depth"] = step("effective_depth", "relative_eps=0.05", enough)
 
-    name, layers = "average_precision", range(1, num_layers + 1)
+    name = "average_precision"
+    layers = range(1, num_layers + 1)
     reached = [value(name, "ap50", layer) for layer in layers]
     best, whole, error = (value(name, kind, num_layers) for kind in ("ap50", "ap", f"{ERROR}_of_ap50"))
     first = next((layer for layer in layers if reached[layer - 1] >= 0.95 * best), num_layers)

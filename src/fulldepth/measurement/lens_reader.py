@@ -34,8 +34,10 @@ class LensReader:
     """
 
     def __init__(self, subject: MeasuredSubject, settings: MeasureSettings, process: Processes) -> None:
-        self.subject, self.seed = subject, settings.seed
-        self.top, self.positions = settings.grid_top, settings.grid_positions
+        self.subject = subject
+        self.seed = settings.seed
+        self.top = settings.grid_top
+        self.positions = settings.grid_positions
         self.threshold = largest_rank(subject.sequences, settings.lens_tokens, settings.seed)
         task = subject.anatomy.task
         has_grid = task in ("causal-lm", "masked-lm", "seq2seq-lm") and subject.sequences.task == task
@@ -68,19 +70,20 @@ class LensReader:
             ranks = position_ranks(targets, batch.sequence, self.seed)
             targets = targets.where(ranks <= self.threshold, IGNORE)
         if self.samples and batch.token_ids is not None and batch.targets is not None:
-            shown = mask & (mask.long().cumsum(1) <= self.positions)
-            shown &= (torch.arange(len(shown), device=shown.device) < self.samples)[:, None]
-            top = top_tokens(classifier, states, shown, self.top)
-            self.grid = {"samples": list(self._entries(batch, batch.token_ids, batch.targets, shown, top))}
+            in_grid = mask & (mask.long().cumsum(1) <= self.positions)
+            in_grid &= (torch.arange(len(in_grid), device=in_grid.device) < self.samples)[:, None]
+            top = top_tokens(classifier, states, in_grid, self.top)
+            self.grid = {"samples": list(self._entries(batch, batch.token_ids, batch.targets, in_grid, top))}
         self.samples = 0
         return read_layers(classifier, states, targets, mask, advance)
 
-    def _entries(self, batch: Batch, ids: Tensor, targets: Tensor, shown: Tensor, top: TopTokens) -> Any:
+    def _entries(self, batch: Batch, ids: Tensor, targets: Tensor, in_grid: Tensor, top: TopTokens) -> Any:
         """The shown positions `[B, T]` of each sequence, with their tokens by rank `[L+1, P, k]`, as plain data."""
         if batch.masked_inputs is not None:
             ids = batch.masked_inputs["input_ids"]
-        shown, tokenizer = shown.cpu(), self.subject.tokenizer
-        lengths = [length for length in shown.sum(1).tolist() if length]
+        in_grid = in_grid.cpu()
+        tokenizer = self.subject.tokenizer
+        lengths = [length for length in in_grid.sum(1).tolist() if length]
         parts = zip(top.token.split(lengths, 1), top.probability.split(lengths, 1), strict=True)
         for index, (token, probability) in enumerate(parts):
             rounded = torch.round(probability.double(), decimals=4).tolist()
@@ -93,10 +96,10 @@ class LensReader:
             ]
             entry = {
                 "title": f"Sequence {int(batch.sequence[index]) + 1}",
-                "tokens": [show(tokenizer, token) for token in ids[index, shown[index]].tolist()],
+                "tokens": [show(tokenizer, token) for token in ids[index, in_grid[index]].tolist()],
                 "targets": [
                     "" if target == IGNORE else show(tokenizer, target)
-                    for target in targets[index, shown[index]].tolist()
+                    for target in targets[index, in_grid[index]].tolist()
                 ],
                 "saturation": saturation_layer(token[1:, :, 0]).tolist(),
                 "grid": [[ranks[0] for ranks in row] for row in cells],

@@ -45,7 +45,9 @@ class MeasurePlan:
 
 def make_setup(subject: MeasuredSubject, settings: MeasureSettings) -> Setup:
     """Sizes of model and data, known before the first batch."""
-    anatomy, sequences, verified = subject.anatomy, subject.sequences, subject.verified
+    anatomy = subject.anatomy
+    sequences = subject.sequences
+    verified = subject.verified
     lengths = sequences.lengths
     if not any(lengths):
         lengths = [verified.positions] * len(sequences)
@@ -134,7 +136,8 @@ def missing(
 ) -> dict[str, str]:
     """Missing requirement of measures -> reason."""
     kind = type(verified.anatomy.model).__name__
-    without_boxes, no_targets = verified.anatomy.task != "detection", _no_targets(verified, sequences, shows_all)
+    without_boxes = verified.anatomy.task != "detection"
+    no_targets = _no_targets(verified, sequences, shows_all)
     checks = {
         "targets": (bool(no_targets), no_targets),
         "routing": (not setup.routed_heads, f"{kind} has no memory of earlier layers"),
@@ -164,7 +167,8 @@ def missing(
 
 def _no_targets(verified: Verified, sequences: Sequences, shows_all: bool) -> str:
     """The reason why there are no targets; empty if there are, or predictions are shown without (single tokens)."""
-    anatomy, classifier = verified.anatomy, verified.classifier
+    anatomy = verified.anatomy
+    classifier = verified.classifier
     if classifier is None and "head" in verified.unproven:
         return f"the head of {type(anatomy.model).__name__} is not known: {verified.unproven['head']}"
     if classifier is None:
@@ -200,7 +204,8 @@ def check_memory(plan: MeasurePlan, subject: MeasuredSubject, batch_size: int) -
     Raises:
         FulldepthError: if the estimate exceeds the free memory.
     """
-    held, setup = plan.memory, plan.setup
+    held = plan.memory
+    setup = plan.setup
     layers = sum(setup.num_layers + (site in ("residual", "reference")) for site in plan.sites)
     layers += (setup.num_layers + 1) * plan.masked_pass
     positions = min(batch_size, setup.num_sequences) * setup.sequence_length

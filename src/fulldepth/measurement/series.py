@@ -114,9 +114,12 @@ def series_points(
     remarks: list[str] = []
     final = contents(run) if has_weights(run) else None
     if final is not None and _weights(final) not in map(_weights, models):
-        step, last = trained_steps(run), steps[-1][0]
+        step = trained_steps(run)
+        last = steps[-1][0]
         if step is not None and step > last:
-            steps, models, names = [*steps, (step, Path(run))], [*models, final], [*names, f"{FINAL}-{step}"]
+            steps = [*steps, (step, Path(run))]
+            models = [*models, final]
+            names = [*names, f"{FINAL}-{step}"]
         else:
             reason = (
                 "it has no trainer_state.json that names its step"
@@ -132,7 +135,7 @@ def series_points(
 
 
 def extends(points: Sequence[SeriesPoint], earlier: Mapping[str, Any]) -> bool:
-    """Whether this series extends a finished one: every checkpoint measured there is among the points.
+    """Return True if this series extends a finished one: every checkpoint measured there is among the points.
 
     An earlier final model may be missing, because continued training replaces it.
 
@@ -196,8 +199,10 @@ def _finished(folder_of_step: Path, print_of_step: str) -> Results | None:
     """
     try:
         results = Results.load(folder_of_step)
-        meta, timings = results.meta, results.meta["timings"]
-        fingerprint, complete = meta["fingerprint"], meta["kind"] == "measure" and meta["complete"]
+        meta = results.meta
+        timings = results.meta["timings"]
+        fingerprint = meta["fingerprint"]
+        complete = meta["kind"] == "measure" and meta["complete"]
         stated = [meta["data"]["hash"], meta["model"], timings["measures"], *(timings[key] for key in TIMES)]
         complete = complete and None not in [*stated, *(meta[key] for key in ("headline", "left_out", "warnings"))]
     except (FulldepthError, KeyError, TypeError):

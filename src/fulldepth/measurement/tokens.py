@@ -55,13 +55,14 @@ def openings(sequences: Sequences, bos: int | None, name: str) -> Openings:
     """How the sequences begin, for the BOS token's id and text (`name`)."""
     if bos is None:
         return Openings(None, "")
-    count, total = 0, len(sequences)
+    count = 0
+    total = len(sequences)
     for batch in sequences.batches(256):
         if batch.token_ids is None:
             return Openings(None, "")
         count += int((batch.token_ids[:, 0] == bos).sum())
-    some = f"{count} of {total} sequences begin{'s' if count == 1 else ''}"
-    amount = {0: "No sequence begins", total: "Every sequence begins"}.get(count, some)
+    opening = f"{count} of {total} sequences begin{'s' if count == 1 else ''}"
+    amount = {0: "No sequence begins", total: "Every sequence begins"}.get(count, opening)
     return Openings(count, f"{amount} with the BOS token ({name}).")
 
 
@@ -69,7 +70,8 @@ def leading_tokens(batch: Batch, anatomy: Anatomy, positions: int) -> int | None
     """Number of tokens before the first patch of an image: a model without a class token has as many `positions` in
     its residual stream as there are patches. None if unknown, and for text.
     """
-    pixels, patch = batch.inputs.get("pixel_values"), getattr(anatomy.config, "patch_size", None)
+    pixels = batch.inputs.get("pixel_values")
+    patch = getattr(anatomy.config, "patch_size", None)
     if pixels is None or pixels.ndim not in (3, 4):
         return None
     if pixels.ndim == 3:  # cut into patches already
@@ -87,19 +89,20 @@ def resolve(policy: str, anatomy: Anatomy, class_token: bool | None = None) -> s
 
     `class_token`: whether its sequences begin with one; images that do not count as a whole.
     """
-    family, head = anatomy.family, anatomy.head
+    family = anatomy.family
+    head = anatomy.head
     if policy != "auto":
         return policy
     if anatomy.task in ("causal-lm", "masked-lm", "seq2seq-lm"):
-        chosen = "all"
+        policy_name = "all"
     elif family.counted_tokens is not None:
-        chosen = family.counted_tokens
+        policy_name = family.counted_tokens
     elif head is not None and head.feature in OF_POOL:
-        chosen = OF_POOL[head.feature]
+        policy_name = OF_POOL[head.feature]
     else:
-        chosen = "cls" if anatomy.task != "representation" or family.modality == "images" else "all"
+        policy_name = "cls" if anatomy.task != "representation" or family.modality == "images" else "all"
     without = family.modality == "images" and class_token is False
-    return {"cls": "all", "mean-patches": "mean"}.get(chosen, chosen) if without else chosen
+    return {"cls": "all", "mean-patches": "mean"}.get(policy_name, policy_name) if without else policy_name
 
 
 def counted(policy: str, attention_mask: Tensor, token_ids: Tensor | None, eos: int | None, leading: int = 0) -> Tensor:

@@ -48,29 +48,29 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
     if bare is not None:
         raise FulldepthError(f"Image {bare} of {source.name} has no text; the towers are measured on pairs.")
     names = identities(source)
-    chosen = choose(names, settings.max_sequences, settings.seed, settings.order)
-    records = [replace(source.records[index], identity=names[index]) for index in chosen]
+    pair_numbers = choose(names, settings.max_sequences, settings.seed, settings.order)
+    records = [replace(source.records[index], identity=names[index]) for index in pair_numbers]
     data = {
         "image": Source(source.name, "images", records, source.class_names, source.warnings),
         "text": Source(
             source.name, "labelled-text", [replace(record, image=None) for record in records], source.class_names
         ),
     }
-    kept: dict[str, Projected] = {}
+    features: dict[str, Projected] = {}
     stacks: dict[str, Results] = {}
     subjects: dict[str, MeasuredSubject] = {}
     for name, tower in TOWERS.items():
         stacks[name], subjects[name] = measured(
             data[name],
             settings.model_copy(update={"tower": tower}),
-            lambda subject, setup, name=name: _projected(subject, setup, kept, name),
+            lambda subject, setup, name=name: _projected(subject, setup, features, name),
         )
-    if len(kept) < len(TOWERS):
+    if len(features) < len(TOWERS):
         combined = combine_stacks(stacks)
         reason = f"how {type(checkpoint.model).__name__} maps its towers into one space is not known"
         combined.meta["left_out"].append({"measure": "cross-modality cosine, retrieval", "reason": reason})
         return combined
-    samples = {name: measure.compute() for name, measure in kept.items()}
+    samples = {name: measure.compute() for name, measure in features.items()}
     image, text = (samples[name].features.transpose(0, 1) for name in TOWERS)
     if not torch.equal(samples["image"].keys, samples["text"].keys):
         raise FulldepthError("The towers kept different sequences; this is a defect of fulldepth.")
@@ -108,7 +108,7 @@ def measure_each(names: Sequence[str], source: Source, settings: MeasureSettings
     return combine_stacks(dict(reversed(parts.items())))
 
 
-def _projected(subject: MeasuredSubject, setup: Setup, kept: dict[str, Projected], name: str) -> Projected | None:
+def _projected(subject: MeasuredSubject, setup: Setup, by_tower: dict[str, Projected], name: str) -> Projected | None:
     """The further measure of a tower; None if the model has no projection known here."""
     anatomy = subject.anatomy
     projection = anatomy.projection
@@ -124,8 +124,8 @@ def _projected(subject: MeasuredSubject, setup: Setup, kept: dict[str, Projected
         return features.to(states.device)
 
     with suppress(AttributeError):
-        kept[name] = Projected(setup, project, int(projection.out_features))  # type: ignore[arg-type]
-    return kept.get(name)
+        by_tower[name] = Projected(setup, project, int(projection.out_features))  # type: ignore[arg-type]
+    return by_tower.get(name)
 
 
 @torch.no_grad()
@@ -135,17 +135,17 @@ def _check(subjects: dict[str, MeasuredSubject], features: dict[str, Tensor], ke
     Raises:
         FulldepthError: if they differ.
     """
-    some = keys[:2].tolist()
+    first_keys = keys[:2].tolist()
     inputs: dict[str, Any] = {}
     for subject in subjects.values():
-        own = subject.sequences.collate(some).inputs
-        inputs |= model_inputs(own, subject.device, subject.checkpoint.model.dtype)
+        batch_inputs = subject.sequences.collate(first_keys).inputs
+        inputs |= model_inputs(batch_inputs, subject.device, subject.checkpoint.model.dtype)
     output = subjects["image"].checkpoint.model(**inputs)
-    for name, kept in features.items():
+    for name, projected in features.items():
         expected = torch.nn.functional.normalize(output[f"{name}_embeds"].float(), dim=-1)
-        got = torch.nn.functional.normalize(kept[: len(some)].to(expected.device), dim=-1)
+        normalised = torch.nn.functional.normalize(projected[: len(first_keys)].to(expected.device), dim=-1)
         claim = f"the projected {name} features of the last layer miss the model's own embeddings"
-        check_close(claim, got, expected, subjects[name].checkpoint.model.dtype)
+        check_close(claim, normalised, expected, subjects[name].checkpoint.model.dtype)
 
 
 def combine_stacks(stacks: Mapping[str, Results], further: pd.DataFrame | None = None) -> Results:

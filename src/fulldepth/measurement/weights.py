@@ -35,9 +35,9 @@ def weight_of(module: nn.Module) -> Tensor | None:
     if not is_adapted(module):
         return plain(module.get_parameter("weight"))
     layer: Any = module
-    own = plain(layer.get_base_layer().get_parameter("weight"))
-    if own is None or layer.merged or layer.disable_adapters:
-        return own
+    weight = plain(layer.get_base_layer().get_parameter("weight"))
+    if weight is None or layer.merged or layer.disable_adapters:
+        return weight
     try:
         merged = copy.deepcopy(layer)
         merged.merge()
@@ -144,13 +144,14 @@ def nearest_tokens(subject: MeasuredSubject) -> dict[str, Any] | None:
     directions = normalize(embeddings.float(), dim=-1)
     count = min(NEAREST, len(directions))
     tops = [(normalize(part, dim=-1) @ directions.T).topk(count) for part in columns.float().split(AT_ONCE)]
-    cosines, tokens = torch.cat([top.values for top in tops]), torch.cat([top.indices for top in tops])
-    chosen = cosines.mean(1).sort(descending=True, stable=True).indices[:ROUTERS].tolist()
+    cosines = torch.cat([top.values for top in tops])
+    tokens = torch.cat([top.indices for top in tops])
+    routers = cosines.mean(1).sort(descending=True, stable=True).indices[:ROUTERS].tolist()
     entries = []
-    for index in chosen:
+    for index in routers:
         layer, source, head = names[index]
         rounded = torch.round(cosines[index].double(), decimals=4).tolist()
-        shown = [show(subject.tokenizer, token) for token in tokens[index].tolist()]
-        pairs = [list(pair) for pair in zip(shown, rounded, strict=True)]
+        words = [show(subject.tokenizer, token) for token in tokens[index].tolist()]
+        pairs = [list(pair) for pair in zip(words, rounded, strict=True)]
         entries.append({"layer": layer, "source": source, "head": head, "tokens": pairs})
     return {"routers": entries, "of": len(names)}

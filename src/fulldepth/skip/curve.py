@@ -98,8 +98,10 @@ def curve(
         if settings.search == "given" and "blocks" not in settings.model_fields_set:
             settings = settings.model_copy(update={"blocks": len(settings.given or ())})
         with prepared(model, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
-            if (most := len(problem.scorer.costs.able)) < settings.blocks:
-                watcher.say(f"The model has {most} blocks: the curve ends there, not at blocks = {settings.blocks}.")
+            if (removable := len(problem.scorer.costs.able)) < settings.blocks:
+                watcher.say(
+                    f"The model has {removable} blocks: the curve ends there, not at blocks = {settings.blocks}."
+                )
             plan = search_with(problem, process, watcher, output=output, resume=resume)
             read = _read(problem, plan.picks, process, watcher)
         sums = read["loss"].sums
@@ -142,7 +144,7 @@ def _read(
             placed = batch.to(scorer.device)
             base = scorer.states(placed, BASE)
             states = (scorer.states(placed, variant) for variant in variants)
-            sums[number] = [scorer.state_sums(each, placed, [*MEASURES], scorer.predicted(base)) for each in states]
+            sums[number] = [scorer.state_sums(state, placed, [*MEASURES], scorer.predicted(base)) for state in states]
             scorer.plain()
         watcher.advance(len(variants))
     parts = {number: part for share in process.gather(sums) for number, part in share.items()}
@@ -198,14 +200,14 @@ def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Fin
     part = "layers" if kind == "layer" else f"{kind} blocks".removeprefix("any ")
     rows = table[(table.measure == "loss_added") & (table.removed == count)].set_index("statistic")["value"]
     held = units(plan.data)
-    few = f"{end.documents} held-out {held}, and at least {FEWEST} are needed"
-    interval = f"95 %: {rows['low']:.4f} to {rows['high']:.4f}" if "low" in rows else f"no interval: {few}"
+    too_few = f"{end.documents} held-out {held}, and at least {FEWEST} are needed"
+    interval = f"95 %: {rows['low']:.4f} to {rows['high']:.4f}" if "low" in rows else f"no interval: {too_few}"
     error = "" if end.excess_error is None else f" ± {end.excess_error:.4f}"
     leaves = (
         f"The loss leaves a straight line after {end.straight_until} removed {part}, by {end.excess:+.4f}{error} nats"
     )
     if end.confidence is None:
-        shape = f"No break point is stated: {few}."
+        shape = f"No break point is stated: {too_few}."
     elif end.blocks is not None:
         sure = f"{end.confidence:.0%} of resamples agree; 95 % of the break points are {end.low} to {end.high}"
         shape = f"Break point: {end.blocks} blocks. {leaves} ({sure})."

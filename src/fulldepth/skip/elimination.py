@@ -85,7 +85,7 @@ class Difference(NamedTuple):
 
     @property
     def measurable(self) -> bool:
-        """Whether the difference is beyond its error."""
+        """True if the difference is beyond its error."""
         return abs(self.mean) > self.reach
 
 
@@ -100,7 +100,7 @@ class Contest:
 
     @property
     def weighs(self) -> bool:
-        """Whether gains differ, so that what counts is the loss added since `before`, per gain."""
+        """True if gains differ; candidates are then compared by the loss added since `before`, per gain."""
         return len(set(self.gains.values())) > 1
 
 
@@ -171,7 +171,7 @@ def compare(gap: np.ndarray, tokens: np.ndarray, documents: np.ndarray, populati
 
 
 def is_worse(gap: Difference, risk: float, least: float, *, any_data: bool = False) -> bool:
-    """Whether a candidate is worse with an error probability of at most `risk`, by Student's t of G - 1 degrees.
+    """Return True if a candidate is worse with an error probability of at most `risk`, by Student's t of G - 1 degrees.
 
     Args:
         gap: the difference to the better candidate.

@@ -66,16 +66,16 @@ class Goal:
         return sum(self.gains.get(block, 0.0) for block in sorted(variant))
 
     def left(self, variant: Variant) -> float:
-        """What is still needed; at most 0 once the goal is reached."""
+        """Return the gain that is still needed; at most 0 once the goal is reached."""
         left = self.needed - self.gain(variant)
         return left if left > REACHED else 0.0
 
     def round_of(self, costs: Costs, removed: Variant) -> dict[Variant, float]:
         """The candidates of a round with their gains, of which no more counts than is left; blocks are counted out."""
         left = self.left(removed)
-        own = {variant: self.gain(variant - removed) for variant in costs.candidates(removed)}
+        gains = {variant: self.gain(variant - removed) for variant in costs.candidates(removed)}
         exact = self.target == "blocks"
-        return {variant: min(gain, left) for variant, gain in own.items() if gain > 0 and not (exact and gain > left)}
+        return {variant: min(gain, left) for variant, gain in gains.items() if gain > 0 and not (exact and gain > left)}
 
     def progress(self, variant: Variant) -> str:
         """Such as `12 of 17 % of the time`."""
@@ -134,9 +134,13 @@ def goal_of(
         return Goal(target, gains, math.inf, float(settings.max_loss or 0), notes)
     stated = float(getattr(settings, target))
     needed = 1 - 1 / stated if target == "target_speedup" else 1 - stated
-    most = sum(gains.values())
-    if most < needed:
-        reach = f"{1 / max(1 - most, 1e-3):.2f} times as fast" if target == "target_speedup" else f"{1 - most:.2f}"
+    largest_gain = sum(gains.values())
+    if largest_gain < needed:
+        reach = (
+            f"{1 / max(1 - largest_gain, 1e-3):.2f} times as fast"
+            if target == "target_speedup"
+            else f"{1 - largest_gain:.2f}"
+        )
         raise loss_cache.refused(
             f"{target} {stated:g} is out of reach: without any of its {len(gains)} candidates the model would be at "
             f"{reach}. Set a nearer target, another granularity, or keep fewer layers."
@@ -187,7 +191,7 @@ class SwitchedRunner(Runner):
         self.removed = removed
 
     def run(self, ids: Tensor, context: int) -> Trial:
-        """As `Runner.run`; nothing is skipped on return."""
+        """Run as `Runner.run` does, with the variant's blocks skipped; nothing is skipped on return."""
         self.scorer.switches.skip(self.removed)
         try:
             return super().run(ids, context)
@@ -211,7 +215,7 @@ def measured(scorer: Scorer, settings: SearchSettings, watcher: Watcher) -> dict
     watcher.begin("Time of each part", len(runs) * (ROUNDS + 1))
     options: dict[str, Any] = {"repeats": ROUNDS, "warmup": 1, "seed": settings.seed}
     times = time_in_rounds(runs, ids, context, **options, advance=watcher.advance)
-    seconds = {key: np.array(own) for key, own in times.items()}  # [rounds] each
+    seconds = {key: np.array(times_of_key) for key, times_of_key in times.items()}  # [rounds] each
     weights = {"decode": settings.decode_share, "prefill": 1 - settings.decode_share}
     shares = {}
     for kind, blocks in kinds.items():

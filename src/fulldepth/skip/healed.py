@@ -177,7 +177,7 @@ def _write_gguf(plan: Plan, model: PreTrainedModel, target: Path, settings: Heal
 
 
 def card_numbers(healing: Healing) -> dict[str, str]:
-    """What the model card says of a healed model: the losses of all models, the net cost, and the text."""
+    """Numbers on the model card of a healed model: the losses of all models, the net cost, and the text."""
     losses, numbers = healing.readings[LOSS], {}
     titles = {"original": "Held-out loss of the original", **NAMES}
     for label in losses.sums:

@@ -73,7 +73,7 @@ Branch = tuple[int, str]
 
 
 class Refit(NamedTuple):
-    """What became of one branch."""
+    """Outcome of the refit for one branch."""
 
     branch: str
     """Such as `mlp of layer 3`."""

@@ -45,7 +45,7 @@ Removed = Annotated[str, Field(pattern=r"^([a-z]+ [1-9][0-9]{0,5}(,[a-z]+ [1-9][
 
 
 class StoredStep(Settings):
-    """What one step of a search has computed."""
+    """Stored results of one step of a search."""
 
     spent: tuple[Amount, Amount, Amount]
     """Forwards, FLOPs and seconds of the search by its end."""
@@ -254,8 +254,8 @@ class LossCache:
 
     def _run(self, group: Sequence[str], work: Mapping[str, Work]) -> list[Result]:
         """Run the tasks of a group, one in each process."""
-        own = {name: work[name]() for at, name in enumerate(group) if at == self.process.rank}
-        done = {name: result for results in self.process.gather(own) for name, result in results.items()}
+        computed = {name: work[name]() for at, name in enumerate(group) if at == self.process.rank}
+        done = {name: result for results in self.process.gather(computed) for name, result in results.items()}
         return [({"tasks": {name: done[name][0]}}, *done[name][1:]) for name in group]
 
     def _evaluate(self, kind: str, variants: Sequence[Variant], chunk: int) -> list[Result]:
@@ -266,15 +266,15 @@ class LossCache:
         share = units[bounds[self.process.rank] : bounds[self.process.rank + 1]]
         scored: list[tuple[Variant, dict[str, list[float]]]] = []
         for number in sorted({number for number, _ in share}):
-            own = [variant for at, variant in share if at == number]
+            mine = [variant for at, variant in share if at == number]
             batch = batches[number]
             if kind == SCALED:
-                fits = {variant: self._tasks[_fit_of(variant)]["scalars"] for variant in own}
-                sums = {v: {SCALED: self.scorer.healed_sums(batch, v, fits[v])[LOSS]} for v in own}
-                self._advance(len(own))
+                fits = {variant: self._tasks[_fit_of(variant)]["scalars"] for variant in mine}
+                sums = {v: {SCALED: self.scorer.healed_sums(batch, v, fits[v])[LOSS]} for v in mine}
+                self._advance(len(mine))
             else:
-                sums = self.scorer.sums(batch, own, divergence=kind == DIVERGENCE, advance=self._advance)
-            scored += [(variant, sums[variant]) for variant in own]
+                sums = self.scorer.sums(batch, mine, divergence=kind == DIVERGENCE, advance=self._advance)
+            scored += [(variant, sums[variant]) for variant in mine]
         self._advance(len(units) - len(share))
         gathered: dict[str, dict[str, list[float]]] = {}
         # In the order of `units`: each process has the next part of them.

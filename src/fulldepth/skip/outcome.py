@@ -98,7 +98,7 @@ def headline(plan: Plan, depth: int) -> dict[str, Finding]:
 
 
 def target(plan: Plan) -> dict[str, Finding]:
-    """What a search with a target has reached, by the name of the target's setting; empty for a number of blocks."""
+    """Findings of a search with a target, by the name of the target's setting; empty for a number of blocks."""
     stated = plan.cost.get("target")
     if not isinstance(stated, dict):
         return {}

@@ -77,7 +77,7 @@ class PlannedData(TypedDict, total=False):
 
 @pydantic.with_config(extra="allow")
 class Cost(TypedDict, total=False):
-    """What a search took, and how it went."""
+    """Cost and course of a search."""
 
     forwards: Required[NonNegativeInt]
     flops: Required[Amount]
@@ -149,11 +149,11 @@ class Plan(Settings):
             raise FulldepthError("Some scalars are not 1, but healed_loss is null: it is not known what they do.")
         if self.scalars or fitted:
             for number in range(1, max({*map(int, self.scalars), *(block.layer for block in removed)}) + 1):
-                got = self.scalars.get(str(number), {})
+                scalars = self.scalars.get(str(number), {})
                 expected = factor_names(removed, number)
-                if set(got) != set(expected):
+                if set(scalars) != set(expected):
                     raise FulldepthError(
-                        f"scalars of layer {number}: got {', '.join(got) or 'none'}, expected "
+                        f"scalars of layer {number}: got {', '.join(scalars) or 'none'}, expected "
                         f"{', '.join(expected) or 'none'}; every layer that is left needs its own."
                     )
         return self
@@ -191,7 +191,7 @@ class Plan(Settings):
 
     @property
     def removed(self) -> frozenset[Block]:
-        """All removed blocks; of granularity `any`, a whole layer is its attention and its MLP."""
+        """Removed blocks; with granularity `any`, a whole layer counts as its attention and its MLP."""
         return frozenset().union(*self.picks)
 
     @property
@@ -204,7 +204,7 @@ class Plan(Settings):
 
     @property
     def what(self) -> str:
-        """What is removed, in words: `the attention of layers 3, 7 and the mlp of layer 12`."""
+        """Removed blocks in words: `the attention of layers 3, 7 and the mlp of layer 12`."""
         attention, mlp = ({*self.lacking(part)} for part in ("attention", "mlp"))
         groups = {"": attention & mlp, "the attention of ": attention - mlp, "the mlp of ": mlp - attention}
         return " and ".join(
@@ -215,7 +215,7 @@ class Plan(Settings):
 
     def lacking(self, part: str) -> list[int]:
         """Sorted 1-based layers without their `attention` or `mlp`; whole layers lack both."""
-        return sorted({layer for layer, own in self.removed if own in (part, "layer")})
+        return sorted({layer for layer, removed_part in self.removed if removed_part in (part, "layer")})
 
     @property
     def dtype(self) -> str:
@@ -323,7 +323,7 @@ def differences(before: Mapping[str, Any], current: Mapping[str, Any]) -> str:
 
 
 def decided(plan: Plan) -> str | None:
-    """What the held-out rows of a plan decided, such as `chose the blocks`; None if nothing."""
+    """Return the use that a plan made of its held-out rows, such as `chose the blocks`; None if it made none."""
     decisions = [] if plan.search in UNSEEING else ["chose the blocks"]
     if plan.healed_loss is not None:
         decisions.append("stopped the training of scalars")

@@ -69,25 +69,25 @@ def rank(
 
 
 def _ranked(loss_cache: LossCache, search: str, count: int, seed: int) -> list[Block]:
-    """All candidates, those to remove first."""
+    """Rank all candidates; the first ones are to be removed."""
     costs = loss_cache.costs
-    able = list(costs.able)
+    removable = list(costs.able)
     if search == "last":
-        return able[::-1]
+        return removable[::-1]
     if search == "random":
         generator = random.Random(seed)
-        drawn = generator.sample(able, count)
-        others = [block for block in able if block not in drawn]
-        return drawn + generator.sample(others, len(others))
+        drawn = generator.sample(removable, count)
+        remaining = [block for block in removable if block not in drawn]
+        return drawn + generator.sample(remaining, len(remaining))
     if search == "one-shot":
-        loss_cache.need_everywhere("One-shot", [Variant({block}) for block in able])
-        scores = {block: loss_cache.mean(Variant({block})) for block in able}
+        loss_cache.need_everywhere("One-shot", [Variant({block}) for block in removable])
+        scores = {block: loss_cache.mean(Variant({block})) for block in removable}
     else:
         costly = search == "taylor"
-        measure = partial(influence, runs=[[block] for block in able])
-        sums = _summed(loss_cache, search, sensitivity if costly else measure, len(able), training=costly)
-        scores = dict(zip(able, map(abs, sums), strict=True))
-    return sorted(able, key=lambda block: (scores[block], block))
+        measure = partial(influence, runs=[[block] for block in removable])
+        sums = _summed(loss_cache, search, sensitivity if costly else measure, len(removable), training=costly)
+        scores = dict(zip(removable, map(abs, sums), strict=True))
+    return sorted(removable, key=lambda block: (scores[block], block))
 
 
 def _closest_run(loss_cache: LossCache, goal: Goal) -> list[Block]:
@@ -96,11 +96,11 @@ def _closest_run(loss_cache: LossCache, goal: Goal) -> list[Block]:
     Raises:
         FulldepthError: if none reaches it.
     """
-    able = loss_cache.costs.able
+    removable = loss_cache.costs.able
     runs = list[list[Block]]()
-    for start in range(len(able)):
+    for start in range(len(removable)):
         run: list[Block] = []
-        for block in able[start:]:
+        for block in removable[start:]:
             if run and block.layer > run[-1].layer + 1:  # a layer between is kept
                 break
             run.append(block)
@@ -175,7 +175,7 @@ def sensitivity(scorer: Scorer, chunk: Chunk) -> list[float]:
         with torch.enable_grad(), frozen(anatomy.model):
             loss = scorer.objective(scorer.states(batch, BASE, gates), batch.targets)
             gradients = dict(zip(flat, torch.autograd.grad(loss, flat), strict=True))
-        own = [sum(float(gradients[factor]) for factor in of) for of in factors]
-        totals = [total + more for total, more in zip(totals, own, strict=True)]
+        derivatives = [sum(float(gradients[factor]) for factor in of) for of in factors]
+        totals = [total + more for total, more in zip(totals, derivatives, strict=True)]
     scorer.plain()
     return totals
