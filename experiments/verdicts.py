@@ -275,7 +275,10 @@ def page_of(files: list[Path]) -> str:
             page += composition(pool, pools[pool])
     for pool, runs in pools.items():
         page += table_of(pool, runs)
-    return "\n".join(page)
+    page += ["## Measured alone", ""]
+    for entry in CLAIMS["elsewhere"]:
+        page.append(f"- {entry['claim']}: {entry['sentence']} [{entry['verdict']}]({entry['page']}).")
+    return "\n".join([*page, ""])
 
 
 def main() -> None:

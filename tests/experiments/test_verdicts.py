@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -129,3 +130,13 @@ def test_damaged_repeated_and_mixed_lines_are_one_message_each(tmp_path):
     other = line("lime", 0) | {"versions": {"torch": "3"}}
     with pytest.raises(SystemExit, match="differ in versions"):
         load(stored(path, [*lines(), other]))
+
+
+def test_what_was_measured_alone_stands_in_the_log():
+    log = (ROOT / "docs" / "log.md").read_text()
+    [cost] = CLAIMS["elsewhere"]
+    row = next(line for line in log.splitlines() if line.startswith("| JREG, to Llama"))
+    time, memory = (row.split(" | ")[column].removesuffix(", missed") for column in (1, 3))
+    assert cost["verdict"].startswith(f"no measurable difference in time: {time}; {memory} peak memory")
+    low, high = map(float, re.search(r"\((.*) to (.*)\)", time).groups())
+    assert low < 1 < high
