@@ -1,4 +1,4 @@
-"""Judges the claims of experiments/claims.yaml from stored runs; writes tables and docs/claims.md, in seconds.
+"""Judges the claims of experiments/claims.yaml from stored runs, in seconds; writes docs/claims.md and README's table.
 
     python experiments/verdicts.py docs/claims/          # every POOL.jsonl there, with POOL.timed.jsonl
 
@@ -10,7 +10,9 @@ Each claim is a one-sided t-test of paired differences by seed, with Holm's corr
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -55,6 +57,10 @@ COMPOSITION = (
 )
 SPEEDS = {"speculation_speedup": "self-speculation", "exit_measured_speedup": "early exit"}
 """Measured speed-up -> what has it."""
+README_NUMBERS = ("validation_loss", "removed_attention", "exit_share", "accepted_a_round")
+"""Columns of README's table."""
+README_START = "<!-- composition -->"
+README_END = "<!-- end of composition -->"
 COMPOSED = ("real", "small", "small-cuda")
 """Pools with a table of composition."""
 
@@ -203,20 +209,33 @@ def probability(p: float) -> str:
 def composition(pool: str, runs: Runs) -> list[str]:
     """What each method of training does for the others: differences to the control, as lines of Markdown."""
     control = POOLS[pool]["control"]
-    columns = [column for column in COMPOSITION if values_of(runs, control, column)]
-    lines = [
-        f"## What composes, pool {pool}",
-        "",
+    about = (
         f"The row of `{control}` has its own numbers; the others have the mean difference to it ± its standard error "
-        "over paired seeds, in bold where the two-sided 95 % interval excludes zero.",
-        "",
+        "over paired seeds, in bold where the two-sided 95 % interval excludes zero."
+    )
+    table = differences_to_control(pool, runs, COMPOSITION)
+    return [f"## What composes, pool {pool}", "", about, "", *table, "", *advice(pool, runs), ""]
+
+
+def differences_to_control(pool: str, runs: Runs, columns: Sequence[Column]) -> list[str]:
+    """A row for every arm with runs, the control first; a column for every number that the control has."""
+    control = POOLS[pool]["control"]
+    columns = [column for column in columns if values_of(runs, control, column)]
+    lines = [
         f"| trained with | seeds | {' | '.join(column.title for column in columns)} |",
         "|---" * (len(columns) + 2) + "|",
     ]
     for arm in [control, *(arm for arm in arms_of(pool) if arm != control and arm in runs)]:
         cells = [cell(runs, control, arm, column) for column in columns]
         lines.append(f"| {arm} | {len(runs.get(arm, {}))} | {' | '.join(cells)} |")
-    return [*lines, "", *advice(pool, runs), ""]
+    return lines
+
+
+def readme_with(text: str, runs: Runs) -> str:
+    """README with the rows of pool `real` between its marks; unchanged if it has no marks."""
+    columns = [column for column in COMPOSITION if column.number in README_NUMBERS]
+    table = "\n".join(differences_to_control("real", runs, columns))
+    return re.sub(f"{README_START}.*?{README_END}", f"{README_START}\n{table}\n{README_END}", text, flags=re.DOTALL)
 
 
 def values_of(runs: Runs, arm: str, column: Column) -> dict[int, float]:
@@ -288,7 +307,11 @@ def main() -> None:
             "Give the folder of the runs, which holds POOL.jsonl: python experiments/verdicts.py docs/claims/"
         )
     page = page_of(files)
-    Path(sys.argv[1]).with_suffix(".md").write_text(page, encoding="utf-8")
+    folder = Path(sys.argv[1])
+    folder.with_suffix(".md").write_text(page, encoding="utf-8")
+    if (folder / "real.jsonl").exists():
+        readme = folder.parents[1] / "README.md"
+        readme.write_text(readme_with(readme.read_text("utf-8"), load(folder / "real.jsonl")), encoding="utf-8")
     print(page)
 
 

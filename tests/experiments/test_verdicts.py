@@ -15,7 +15,18 @@ from places import ROOT
 sys.path.insert(0, str(ROOT / "experiments"))
 
 from run import sealed
-from verdicts import CLAIMS, advice, composition, judge, load, page_of, table_of
+from verdicts import (
+    CLAIMS,
+    README_END,
+    README_START,
+    advice,
+    composition,
+    judge,
+    load,
+    page_of,
+    readme_with,
+    table_of,
+)
 
 DEPTH = 12
 
@@ -41,6 +52,24 @@ def test_the_page_on_claims_is_made_of_the_stored_runs():
     assert (ROOT / "docs" / "claims.md").read_text() == page_of(files), (
         "run python experiments/verdicts.py docs/claims/"
     )
+
+
+def test_the_readmes_table_is_made_of_the_stored_runs():
+    readme = (ROOT / "README.md").read_text()
+    stored_runs = ROOT / "docs" / "claims" / "real.jsonl"
+    assert stored_runs.exists() == (README_START in readme)
+    if stored_runs.exists():
+        assert readme == readme_with(readme, load(stored_runs)), "run python experiments/verdicts.py docs/claims/"
+
+
+def test_the_readmes_table_has_the_differences_of_pool_real(tmp_path):
+    runs = load(stored(tmp_path / "real.jsonl", lines(("plain", "aligned"), seeds=3)))
+    text = readme_with(f"before\n{README_START}\nold\n{README_END}\nafter", runs)
+    assert text.startswith(f"before\n{README_START}\n| trained with | seeds | validation loss, nats |")
+    losses = [np.array([runs[arm][seed]["validation_loss"] for seed in range(3)]) for arm in ("aligned", "plain")]
+    assert f"| aligned | 3 | {np.mean(losses[0] - losses[1]):+.3f} ± " in text.replace("**", "")
+    assert "old" not in text
+    assert text.endswith(f"{README_END}\nafter")
 
 
 def test_a_claim_is_a_paired_one_sided_t_test(tmp_path):
