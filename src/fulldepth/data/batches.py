@@ -155,7 +155,7 @@ class Sequences:
 
     name: str
     kind: str
-    """Kind of the source: `text`, `pairs`, `labelled-text`, `images` or `objects`."""
+    """Kind of the source: `text`, `pairs`, `chats`, `labelled-text`, `images` or `objects`."""
     task: str
     hash: str
     """`sha256:...` over tokens, masked tokens, targets and labels, or pixels and processor; independent of batching."""

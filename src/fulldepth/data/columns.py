@@ -36,27 +36,48 @@ PROMPT_COLUMNS = (
     ("input", "target"),
     ("source", "target"),
 )
+CHAT_COLUMNS = ("messages", "conversations")
+CUT_OFF = "cut_off"
+"""Column of responses that a model generated, which are scored as they are: true where a limit of the length ended the
+response, so that its end is no end; false where the model ended it."""
+END = "end"
+"""Column with the text of the token by which a model ended its response; earlier files lack it."""
 CHOICES: dict[str, Sequence[tuple[str, str | None]]] = {
+    "chats": [(column, None) for column in CHAT_COLUMNS],
     "images": [(image, text) for image in IMAGE_COLUMNS for text in (*CAPTION_COLUMNS, None)],
     "text": [*TEXT_PAIR_COLUMNS, *((text, None) for text in TEXT_COLUMNS)],
     "pairs": PROMPT_COLUMNS,
 }
 """Kind of data -> the columns that it is read from, in order of preference."""
+CONVERSATIONS = ("pairs", "chats")
+"""Kinds of data whose responses are answers to prompts."""
 LABEL_COLUMNS = ("label", "labels", "fine_label", "Quality")
 EXPECTED = (
-    "text (or sentence, or sentence1 + sentence2) or image (and text or caption), with or without label; or prompt + "
-    "response"
+    "text (or sentence, or sentence1 + sentence2) or image (and text or caption), with or without label; prompt + "
+    "response; or messages"
 )
 SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Columns(NamedTuple):
-    """The columns to read; `kind` is `text`, `pairs` or `images`."""
+    """The columns to read; `kind` is `text`, `pairs`, `chats` or `images`."""
 
     kind: str
     first: str
     second: str | None
     label: str | None
+    others: tuple[str, ...] = ()
+    """Of prompts with responses: columns that change how they are encoded, where the data have them."""
+
+    @property
+    def required(self) -> list[str]:
+        """The columns that every row must have."""
+        return [name for name in (self.first, self.second, self.label) if name is not None]
+
+    @property
+    def names(self) -> list[str]:
+        """All columns to read."""
+        return [*self.required, *self.others]
 
 
 def choose_columns(names: Iterable[str], where: str) -> Columns:
@@ -66,7 +87,15 @@ def choose_columns(names: Iterable[str], where: str) -> Columns:
     for kind, pairs in CHOICES.items():
         for first, second in pairs:
             if first in have and second in (None, *have):
-                return Columns(kind, first, second, None if kind == "pairs" else label)
+                if kind not in CONVERSATIONS:
+                    return Columns(kind, first, second, label)
+                return Columns(
+                    kind,
+                    first,
+                    second,
+                    None,
+                    tuple(name for name in (CUT_OFF, END, "input") if name in have and name != first),
+                )
     raise FulldepthError(
         f"{where} has none of the columns that fulldepth reads. Got: {names_of(have)}. Expected: {EXPECTED}."
     )

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import datasets
 from jinja2 import TemplateError
@@ -16,12 +16,11 @@ from jinja2 import TemplateError
 from fulldepth.core.errors import FulldepthError, names_of, one_line, unknown
 from fulldepth.core.files import reading
 from fulldepth.core.progress import Watcher
-from fulldepth.data.columns import PROMPT_COLUMNS, Rows, require_columns, text_value
+from fulldepth.data.columns import CHAT_COLUMNS, CUT_OFF, END, PROMPT_COLUMNS, Rows, require_columns, text_value
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
 from fulldepth.data.tokens import Frame, plain_ids
 
-CHAT_COLUMNS = ("messages", "conversations")
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | {
     "human": "user",
     "gpt": "assistant",
@@ -30,15 +29,10 @@ ROLES = {role: role for role in ("system", "developer", "user", "assistant", "to
 }
 """Role in the data -> role in chat templates."""
 EXPECTED = " or ".join([*CHAT_COLUMNS, *(" + ".join(pair) for pair in PROMPT_COLUMNS)])
-CUT_OFF = "cut_off"
-"""Column of responses that a model generated, which are scored as they are: true where a limit of the length ended the
-response, so that its end is no end; false where the model ended it."""
 PROBE = "fulldepth-response"
 """A response that no chat template rewrites."""
 CLOSED = re.compile(r"(</|\[/)[^<>\[\]]*[>\]]\Z|<[^<>|]+\|>\Z")
 """The end of a mark that closes what it opens: `<think></think>`, `</think>`, `<|channel>thought<channel|>`."""
-END = "end"
-"""Column with the text of the token by which a model ended its response; earlier files lack it."""
 CHUNK = 1000
 """Rows held as Python objects before they are converted to Arrow."""
 
@@ -221,6 +215,60 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, where: str = "The prompt") -> 
     if isinstance(prompt, str):
         return [*Frame.of(tokenizer, [prompt]).prefix, *plain_ids(tokenizer, prompt)]
     return plain_ids(tokenizer, _render(tokenizer, prompt, where, answer=True))
+
+
+def encode_turns(tokenizer: Any, example: Mapping[str, Any], where: str) -> Iterator[EncodedTurn]:
+    """Encode each response of an example of `read_conversations` behind all that precedes it.
+
+    Raises:
+        FulldepthError: as `encode_pair`; for an empty prompt or response.
+    """
+    for prompt, response in _turns(example, where):
+        before, answer, after = encode_pair(
+            tokenizer, prompt, response, where, cut_off=example.get(CUT_OFF), end=example.get(END)
+        )
+        yield EncodedTurn(before, answer, after)
+
+
+class EncodedTurn(NamedTuple):
+    """Token ids of a response and what surrounds it."""
+
+    before: list[int]
+    """All that precedes the response."""
+    response: list[int]
+    after: list[int]
+    """Special tokens after it, which have no loss."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole sequence."""
+        return [*self.before, *self.response, *self.after]
+
+    @property
+    def scored(self) -> tuple[int, int]:
+        """First token of the response that has a context, and the position after its last one."""
+        return max(1, len(self.before)), len(self.before) + len(self.response)
+
+
+def _turns(example: Mapping[str, Any], where: str) -> Iterator[tuple[Any, Any]]:
+    """(prompt, response) of each response: two texts, or messages and a message."""
+    if not example:
+        raise FulldepthError(f"{where} has no response. Leave the row out, or give it one.")
+    prompt = example.get("prompt", [])
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
+        yield prompt, example["completion"]
+        return
+    messages = example.get("messages") or [*prompt, *example["completion"]]
+    for index in range(max(1, len(prompt)), len(messages)):
+        if messages[index]["role"] != "assistant":
+            continue
+        if not messages[index]["content"].strip():
+            raise FulldepthError(f"{where} has an empty response, message {index + 1}. Leave it out.")
+        if not any(message["content"].strip() for message in messages[:index]):
+            raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
+        yield messages[:index], messages[index]
 
 
 def encode_pair(

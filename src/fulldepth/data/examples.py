@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ from fulldepth.core.errors import FulldepthError, names_of
 from fulldepth.core.files import Fingerprint
 from fulldepth.core.uncertainty import identity, plural
 from fulldepth.data.batches import Example, id_bytes
-from fulldepth.data.columns import LABEL_COLUMNS, PROMPT_COLUMNS, TEXT_COLUMNS
-from fulldepth.data.conversations import CHAT_COLUMNS, CUT_OFF, END, encode_pair, read_conversations
+from fulldepth.data.columns import CHAT_COLUMNS, LABEL_COLUMNS, PROMPT_COLUMNS, TEXT_COLUMNS
+from fulldepth.data.conversations import encode_turns, read_conversations
 from fulldepth.data.corpus import CORPUS
 from fulldepth.data.drawing import draw_windows
 from fulldepth.data.files import TABLES
@@ -214,19 +214,19 @@ def _windows(
 
 def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: int | None) -> list[Example]:
     """An example for each response, with labels on its tokens."""
-    examples, too_long = [], []
+    examples: list[Example] = []
+    too_long: list[str] = []
     for document, (where, row) in enumerate(rows):
-        for prompt, response in _turns(row, where):
-            ending = {"cut_off": row.get(CUT_OFF), "end": row.get(END)}
-            before, answer, after = encode_pair(tokenizer, prompt, response, where, **ending)
-            size = len(before) + len(answer) + len(after)
+        for turn in encode_turns(tokenizer, row, where):
+            size = len(turn.ids)
             if longest is not None and size > longest:
-                too_long.append(f"{where} has {size} ({len(before)} in the prompt, {len(answer)} in the response)")
-            start = max(1, len(before))  # the first token has no context
-            if start >= len(before) + len(answer):
+                too_long.append(
+                    f"{where} has {size} ({len(turn.before)} in the prompt, {len(turn.response)} in the response)"
+                )
+            start, stop = turn.scored
+            if start >= stop:
                 raise FulldepthError(f"The response of {where} has no token that can be predicted.")
-            ids = [*before, *answer, *after]
-            examples.append(Example.of(ids, start, len(before) + len(answer), document=document))
+            examples.append(Example.of(turn.ids, start, stop, document=document))
     if too_long:
         raise FulldepthError(
             f"{len(too_long)} of the {len(examples)} prompts with their responses in {name} are longer than {longest} "
@@ -234,24 +234,3 @@ def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: 
             "Leave them out, or shorten them."
         )
     return examples
-
-
-def _turns(row: dict[str, Any], where: str) -> Iterator[tuple[Any, Any]]:
-    """(prompt, response) of each response: two texts, or messages and a message."""
-    if not row:
-        raise FulldepthError(f"{where} has no response. Leave the row out, or give it one.")
-    prompt = row.get("prompt", [])
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
-        yield prompt, row["completion"]
-        return
-    messages = row.get("messages") or [*prompt, *row["completion"]]
-    for index in range(max(1, len(prompt)), len(messages)):
-        if messages[index]["role"] != "assistant":
-            continue
-        if not messages[index]["content"].strip():
-            raise FulldepthError(f"{where} has an empty response, message {index + 1}. Leave it out.")
-        if not any(message["content"].strip() for message in messages[:index]):
-            raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
-        yield messages[:index], messages[index]

@@ -22,7 +22,8 @@ from fulldepth.data.batches import (
     collate_texts,
     id_bytes,
 )
-from fulldepth.data.conversations import encode_pair
+from fulldepth.data.columns import CONVERSATIONS
+from fulldepth.data.conversations import encode_turns, read_conversations
 from fulldepth.data.drawing import block_clusters, draw_windows, first_windows
 from fulldepth.data.opening import Order
 from fulldepth.data.sources import SKIP, DataRecord, Source, choose, contents, identities
@@ -38,7 +39,7 @@ from fulldepth.data.tokens import (
 
 SEQ2SEQ = "seq2seq-lm"
 TASKS: dict[str, tuple[str, ...]] = {
-    "causal-lm": ("text", "pairs", "labelled-text"),
+    "causal-lm": ("text", "pairs", "chats", "labelled-text"),
     "masked-lm": ("text", "labelled-text"),
     SEQ2SEQ: ("pairs",),
     "text-classification": ("text", "labelled-text"),
@@ -52,6 +53,9 @@ MASKED_SHARE = 0.15
 NO_MASK = "the tokenizer has no mask token, so no token can be predicted from the others"
 Bos = Literal["auto", "always", "never"]
 """Whether a window of text begins with the BOS token: as the tokenizer begins a text, always, or never."""
+
+Score = Literal["responses", "all"]
+"""Tokens of a conversation that are predicted: those of the responses, or all but the first of each sequence."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ class Preparation:
     """Whether a causal model's windows of plain text begin with the BOS token; `auto`: if the tokenizer adds it."""
     one_per_row: bool = False
     """One sequence for each plain text too, cut at `sequence_length`."""
+    score: Score = "responses"
+    """Tokens of prompts with responses and of chats that are predicted."""
 
     @property
     def longest(self) -> int:
@@ -149,8 +155,7 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     task, tokenizer, kind = plan.task, plan.tokenizer, source.kind
     if tokenizer is None:
         raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
-    needed = [((r.prompt, r.response) if kind == "pairs" else (r.text,)) for r in source.records]
-    filled = [i for i, parts in enumerate(needed) if all((part or "").strip() for part in parts)]
+    filled = [index for index, record in enumerate(source.records) if not record.is_blank]
     if not filled:
         raise FulldepthError(f"{source.name} has no text: every record is blank.")
     warnings = list(source.warnings)
@@ -168,8 +173,9 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         names = contents(source)
     given = [replace(source.records[i], identity=names[i]) for i in filled]
     pairs = task == "representation" and any(record.second is not None for record in given)
-    if kind == "pairs":
-        examples, unit, no_error, documents = (_translation if task == SEQ2SEQ else _pairs)(given, plan, warnings)
+    if kind in CONVERSATIONS:
+        encode = _translation if task == SEQ2SEQ else _conversations
+        examples, unit, no_error, documents = encode(given, plan, warnings)
     elif plan.windowed(kind) and not pairs:
         examples, unit, no_error, documents = _windows(given, plan, warnings)
     else:
@@ -322,18 +328,28 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
     return [example for example in examples if example is not None], unit, None, None
 
 
-def _pairs(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
-    """Prompts and responses, tokenised separately so that every target is a token of the response."""
-    most, examples, lengths = plan.longest, [], []
-    for record in given:
-        prompt, response, after = encode_pair(plan.tokenizer, record.prompt or "", record.response or "")
-        if not response:
+def _conversations(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
+    """A sequence for each response, behind all that precedes it; see `fulldepth.data.conversations`."""
+    most = plan.longest
+    examples: list[Example] = []
+    lengths: list[int] = []
+    empty = 0
+    rows = (
+        (record.where, record.conversation or {"prompt": record.prompt, "response": record.response})
+        for record in given
+    )
+    for record, (where, conversation) in zip(given, read_conversations(rows, plan.tokenizer), strict=True):
+        if not conversation:
+            empty += 1
             continue
-        ids = [*prompt, *response, *after]
-        lengths.append(len(ids))
-        start = max(1, len(prompt))  # the first token has no context
-        examples.append(Example.of(ids[:most], start, len(prompt) + len(response), document=record.identity))
-    warnings += _empty_warning(len(given) - len(examples), "response")
+        for turn in encode_turns(plan.tokenizer, conversation, where):
+            start, stop = (1, len(turn.ids)) if plan.score == "all" else turn.scored
+            if start >= stop:
+                empty += 1
+                continue
+            lengths.append(len(turn.ids))
+            examples.append(Example.of(turn.ids[:most], start, stop, document=record.identity))
+    warnings += _empty_warning(empty, "response")
     if too_long := sum(length > most for length in lengths):
         message = f"{too_long} of {len(lengths)} prompts with their responses are longer than {most} tokens"
         if not plan.truncate:
@@ -349,6 +365,10 @@ def _translation(given: Sequence[DataRecord], plan: Preparation, warnings: list[
     """Sequences for both stacks of an encoder-decoder."""
     if plan.start is None:
         raise FulldepthError("An encoder-decoder needs decoder_start_token_id in its configuration.")
+    if messages := next((record for record in given if record.messages is not None), None):
+        raise FulldepthError(
+            f"{messages.where} holds messages; an encoder-decoder reads a prompt and a response as text."
+        )
     tokenizer, length = plan.tokenizer, plan.sequence_length
     pairs = [(record.prompt or "", record.response or "") for record in given]
     frame = Frame.of(tokenizer, chain.from_iterable(pairs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import distinct, identity, sample
 from fulldepth.data.coco import Objects
 from fulldepth.data.columns import (
+    CONVERSATIONS,
     EXPECTED,
     LABEL_COLUMNS,
     Columns,
@@ -42,6 +44,9 @@ class DataRecord:
     """The second text of a pair such as premise and hypothesis."""
     prompt: str | None = None
     response: str | None = None
+    conversation: Mapping[str, Any] | None = None
+    """The columns of a prompt with its response, or of a chat, for `fulldepth.data.conversations`. If prompt and
+    response are texts, they also stand above."""
     image: StoredImage | None = None
     """Decodes the image to RGB when called. Its caption, if it has one, is `text`."""
     label: int | None = None
@@ -54,6 +59,21 @@ class DataRecord:
     """See `fulldepth.core.uncertainty.identity`; None = that of its content, see `identities`."""
     digest: bytes = b""
     """SHA-256 of its content without the label; empty before `number_labels`."""
+
+    @property
+    def is_blank(self) -> bool:
+        """True if a text that the record needs is blank; messages are checked when they are encoded."""
+        if self.messages is not None:
+            return False
+        needed = (self.text,) if self.conversation is None and self.prompt is None else (self.prompt, self.response)
+        return not all((text or "").strip() for text in needed)
+
+    @property
+    def messages(self) -> str | None:
+        """The conversation as JSON, if it is not a prompt and a response that are texts."""
+        if self.conversation is None or self.prompt is not None:
+            return None
+        return json.dumps(self.conversation, sort_keys=True, default=str)
 
     @property
     def class_index(self) -> int:
@@ -73,7 +93,7 @@ class Source:
 
     name: str
     kind: str
-    """`text`, `pairs` (prompt and response), `labelled-text`, `images` or `objects` (images with boxes)."""
+    """`text`, `pairs` (prompt and response), `chats`, `labelled-text`, `images` or `objects` (images with boxes)."""
     records: Sequence[DataRecord]
     class_names: tuple[str, ...] = ()
     """Name of each class index; empty if classes have no names."""
@@ -104,6 +124,8 @@ class Source:
         for record in self.records:
             for text in (record.text, record.second, record.prompt, record.response):
                 fingerprint.add(b"" if text is None else b"=" + text.encode("utf-8", "surrogatepass"))
+            if record.messages is not None:
+                fingerprint.add(record.messages.encode("utf-8", "surrogatepass"))
             fingerprint.add(str(record.label).encode())
             if record.objects is not None:
                 fingerprint.add(repr(record.objects).encode())
@@ -174,9 +196,8 @@ def open_source(
         columns = Columns("objects", "image", None, None)
     if limit is None:
         return _source(opened, columns, opened.rows(_columns_to_read), sampled=False)
-    names = [name for name in columns[1:] if name is not None]
     for windows in (window if columns.kind == "text" and columns.label is None else None, window):
-        rows = opened.sampled(names, limit, seed=seed, order=order, window=windows)
+        rows = opened.sampled(columns.names, limit, seed=seed, order=order, window=windows)
         source = _source(opened, columns, rows, sampled=True)
         if windows == window or source.kind != "text":
             break  # else no label is known, so it will be cut into windows
@@ -193,7 +214,7 @@ def choose(identities: Sequence[int], limit: int, seed: int, order: Order) -> li
 
 
 def _columns_to_read(names: Iterable[str], where: str) -> list[str]:
-    return [name for name in choose_columns(names, where)[1:] if name is not None]
+    return choose_columns(names, where).names
 
 
 def _source(
@@ -205,21 +226,22 @@ def _source(
     labels: list[tuple[str, Any]] = []
     read: Any = image_value if images else text_value
     for where, row in rows:
-        require_columns(row, columns[1:], where)
+        require_columns(row, columns.required, where)
         late = next((column for column in LABEL_COLUMNS if column in row), None)
-        if late is not None and columns.label is None and kind != "pairs":
+        if late is not None and columns.label is None and kind not in CONVERSATIONS:
             raise FulldepthError(
                 f"{where} has {late!r}, which the first row of {opened.name} lacks. Give every row one; null = unknown."
             )
+        labels.append((where, row[columns.label] if columns.label else None))
+        if kind in CONVERSATIONS:
+            records.append(_conversation(row, columns, where))
+            continue
         first = read(row[columns.first], f"{where}, {columns.first!r}")
         second = None if columns.second is None else row[columns.second]
         if columns.second is not None and (second is not None or not images):
             second = text_value(second, f"{where}, {columns.second!r}")
-        labels.append((where, row[columns.label] if columns.label else None))
         if images:
             records.append(DataRecord(text=second, image=first, objects=row.get("objects"), where=where))
-        elif kind == "pairs":
-            records.append(DataRecord(prompt=first, response=second, where=where))
         else:
             records.append(DataRecord(text=first, second=second, where=where))
     warnings, everything = list(opened.warnings), labels
@@ -241,6 +263,15 @@ def _source(
     return Source(opened.name, kind, records, classes, tuple(warnings))
 
 
+def _conversation(row: Mapping[str, Any], columns: Columns, where: str) -> DataRecord:
+    """The record of a chat, or of a prompt with its response: two texts, or lists of messages."""
+    conversation = {name: row[name] for name in columns.names if name in row}
+    if columns.second is None or isinstance(row[columns.first], list):
+        return DataRecord(conversation=conversation, where=where)
+    prompt, response = (text_value(row[name], f"{where}, {name!r}") for name in (columns.first, columns.second))
+    return DataRecord(prompt=prompt, response=response, conversation=conversation, where=where)
+
+
 def identities(source: Source) -> list[int]:
     """Identity of each record, of no two the same: of its text, or of the name or place of its image."""
     return [int(number) for number in distinct(contents(source))]
@@ -252,6 +283,8 @@ def contents(source: Source) -> list[int]:
     for record in source.records:
         parts = (record.text, record.second, record.prompt, record.response)
         content = [part or "" for part in parts] if record.image is None else [record.image.name or record.where]
+        if record.messages is not None:
+            content.append(record.messages)
         numbers.append(identity(*content) if record.identity is None else record.identity)
     return numbers
 

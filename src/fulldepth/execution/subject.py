@@ -37,7 +37,7 @@ CLASSES = ("text-classification", "image-classification", "detection")
 """Tasks whose labels follow the model's names of classes."""
 STARTS = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
 """Settings that name a decoder's first token, in order of preference."""
-SAMPLE = {"max_sequences", "skip_bad", "seed", "order", "bos", "one_per_row"}
+SAMPLE = {"max_sequences", "skip_bad", "seed", "order", "bos", "one_per_row", "score"}
 """Settings that state which sequences are prepared."""
 PROVEN_POSITIONS = 16
 """Tokens of each of two sequences that the proofs at load run on."""

@@ -213,7 +213,7 @@ def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
     if not _predicts(facts, data.get("num_classes")):
         return None
     blocks = min(BLOCKS, max(1, facts.layers // 6))
-    texts = str(data.get("path") or data.get("name") or "") if data.get("kind") in ("text", "pairs") else ""
+    texts = str(data.get("path") or data.get("name") or "") if data.get("kind") in ("text", "pairs", "chats") else ""
     if texts.startswith(BUILTIN):
         texts = BUILTIN
     name, source = (shlex.quote(short(text, 400)) for text in (model["name"], texts or "pairs.jsonl"))

@@ -22,7 +22,7 @@ class MeasureSettings(ReadingSettings):
 
     options: ClassVar = {
         "What to measure": ("measures", "token_policy", "words", "reference"),
-        "Data": ("max_sequences", "sequence_length", "batch_size", "exact", "seed", "split", "skip_bad"),
+        "Data": ("max_sequences", "sequence_length", "batch_size", "score", "exact", "seed", "split", "skip_bad"),
         "Loading the model": SPREADING,
     }
 
