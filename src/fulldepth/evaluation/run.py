@@ -25,10 +25,9 @@ from fulldepth.settings.keywords import takes_settings
 KIND = "evaluation"
 
 
-@takes_settings(EvaluateSettings)
+@takes_settings(EvaluateSettings, positional={"tasks": 1})
 def evaluate(
     model: str | Path | PreTrainedModel,
-    tasks: str | list[str] | None = None,
     output: str | Path | None = None,
     *,
     settings: EvaluateSettings,
@@ -52,7 +51,6 @@ def evaluate(
     Args:
         model: checkpoint folder, export of `fulldepth skip apply`, GGUF file, `package:NAME`, Hub name, or a loaded
             model (left on its device, in its mode).
-        tasks: names of tasks, groups or suites, or one name; see `EvaluateSettings`.
         output: result folder, which also gets the page; None = nothing is written.
         settings: fields of `EvaluateSettings` as keywords, or an instance.
         watcher: receives messages and progress.

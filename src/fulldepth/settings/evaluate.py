@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import LOADING, Count, Length, LoadingSettings, Seed
 
 QUALITY = ("prompts", "prefix_tokens", "max_new_tokens", "top_p", "embedder")
@@ -32,7 +33,7 @@ def _exit_layers(value: Any) -> Any:
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value).replace(" ", "")
     if not LAYERS.fullmatch(text):
         raise FulldepthError(
-            f"exit_layers is {one_line(repr(value), 60)}; expected all, full, or layers such as 1,6,12."
+            f"--exit-layers is {one_line(repr(value), 60)}; expected all, full, or layers such as 1,6,12."
         )
     return text
 
@@ -57,6 +58,7 @@ class EvaluateSettings(LoadingSettings):
         "Generation quality": ("generation_quality", "max_new_tokens", "top_p", "embedder"),
         "Loading the model": LOADING,
     }
+    applies: ClassVar = (Applies(QUALITY, {"generation_quality": SET}), Applies(TASKS, {"tasks": SET}))
 
     tasks: Annotated[list[str], AfterValidator(_some_tasks)] | None = None
     """Comma-separated tasks: lambada_local, arc_easy_local, arc_challenge_local, piqa_local, hellaswag_local,
@@ -110,10 +112,6 @@ class EvaluateSettings(LoadingSettings):
     def _options_fit(self) -> EvaluateSettings:
         if not self.tasks and not self.generation_quality:
             raise FulldepthError("Nothing to evaluate: name --tasks, or text data with --generation-quality.")
-        for needed, names in {"generation_quality": QUALITY, "tasks": TASKS}.items():
-            for name in names if not getattr(self, needed) else ():
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise FulldepthError(f"{name} is used by {needed}, which is not set.")
         return self
 
 

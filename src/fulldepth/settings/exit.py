@@ -77,8 +77,9 @@ class LayersSettings(LayerReadingSettings):
     def _one_choice(self) -> LayersSettings:
         given = [name for name in EXPORTS if getattr(self, name) is not None]
         if len(given) != 1:
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in EXPORTS)
-            raise FulldepthError(f"Give one of {options}, which each choose the number of layers; got {len(given)}.")
+            options = " or ".join(map(self.option, EXPORTS))
+            got = "both" if given else "neither"
+            raise FulldepthError(f"How many layers to keep? Give {options}, got {got}.")
         return self
 
 

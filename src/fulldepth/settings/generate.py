@@ -60,7 +60,8 @@ class GenerateSettings(LoadingSettings):
     def _consistent(self) -> GenerateSettings:
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
             raise FulldepthError(
-                "temperature 0 takes the most probable token; leave it out to sample with top_p or top_k."
+                "--temperature 0 takes the most probable token, so --top-p and top_k have no effect; leave "
+                "--temperature out to sample."
             )
         return self
 

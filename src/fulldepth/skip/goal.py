@@ -92,7 +92,6 @@ def count_goal(costs: Costs, blocks: int) -> Goal:
 def goal_of(
     loss_cache: LossCache,
     settings: SearchSettings,
-    blocks: int | None,
     timed: Callable[[], tuple[Mapping[str, float], float]],
 ) -> Goal:
     """The goal that the settings state.
@@ -100,7 +99,6 @@ def goal_of(
     Args:
         loss_cache: of the search.
         settings: with one target, or none and a number of blocks.
-        blocks: that number.
         timed: gives the gain of each kind of block in time, by `measured`, and the share of the processor that other
             programs used meanwhile.
 
@@ -109,7 +107,7 @@ def goal_of(
     """
     costs, anatomy, target = loss_cache.costs, loss_cache.scorer.anatomy, settings.target
     if target is None:
-        return count_goal(costs, blocks or 0)
+        return count_goal(costs, min(settings.num_blocks or 0, len(costs.able)))
     notes: dict[str, Any] = {}
     if target == "target_bytes":
         total = sum(weight.nbytes for weight in dict.fromkeys(anatomy.model.parameters()))
