@@ -22,7 +22,7 @@ from fulldepth.data.conversations import reasoning_mark
 from fulldepth.evaluation.harness import SEED, Answers, LayerReader, layered_model, quiet, seeded
 from fulldepth.evaluation.loading import Loaded
 from fulldepth.evaluation.subject import EvaluationSubject
-from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
+from fulldepth.settings.evaluate import EvaluateSettings
 
 ANSWERS = "answers"
 """Folder of a result folder for the answers of an unfinished evaluation."""
@@ -73,6 +73,7 @@ def score_tasks(
     subject: EvaluationSubject,
     tasks: dict[str, Loaded],
     settings: EvaluateSettings,
+    exit_layers: list[int] | None,
     folder: Path | None,
     watcher: Watcher,
 ) -> Scored:
@@ -82,12 +83,13 @@ def score_tasks(
         subject: the model.
         tasks: from `load_tasks`; taken out as they are scored.
         settings: of the evaluation.
+        exit_layers: those of `EvaluateSettings.exit_layers_of`.
         folder: result folder, which gets the answers of an unfinished run and the logs of examples; None = answers are
             kept in memory.
         watcher: receives progress.
 
     Raises:
-        FulldepthError: if a task cannot be run, or an exit layer does not exist.
+        FulldepthError: if a task cannot be run.
     """
     scored = Scored()
     mark = reasoning_mark(subject.tokenizer) if settings.apply_chat_template else ""
@@ -95,7 +97,7 @@ def score_tasks(
         earlier.unlink()
     for name in list(tasks):
         loaded = tasks.pop(name)
-        layers = _layers_of(name, loaded, subject, settings, scored.warnings)
+        layers = _layers_of(name, loaded, subject, exit_layers, scored.warnings)
         if mark and not loaded.generates:
             scored.warnings.append(
                 f"The chat template begins each answer with {mark!r}: {name} scores answers in place of the reasoning, "
@@ -219,16 +221,16 @@ def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) 
 
 
 def _layers_of(
-    name: str, loaded: Loaded, subject: EvaluationSubject, settings: EvaluateSettings, warnings: list[str]
+    name: str, loaded: Loaded, subject: EvaluationSubject, exit_layers: list[int] | None, warnings: list[str]
 ) -> list[int]:
     """The exit layers of a task; a note on them is added to the warnings."""
     depth = subject.num_layers
     if not loaded.generates:
-        return parse_layers(settings.exit_layers, depth, list(range(1, depth + 1)))
-    layers = parse_layers(settings.exit_layers, depth, [])
+        return exit_layers or list(range(1, depth + 1))
+    layers = exit_layers or [depth]
     if len(layers) > 1:
         subject.check_can_be_cut()
-    if settings.exit_layers is None:
+    if exit_layers is None:
         warnings.append(
             f"{name} generates text, which takes a run per exit layer: only the whole model was scored. Name "
             "layers with --exit-layers."

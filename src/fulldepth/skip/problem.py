@@ -211,7 +211,7 @@ def check_target(settings: SearchSettings, depth: int) -> None:
         raise FulldepthError(f"There is no layer {beyond[0]} to keep; this model has the layers 1 to {depth}.")
     if settings.target is None and not settings.num_blocks:
         raise FulldepthError(
-            "How much to remove? Set --blocks, a target (--target-speedup, --target-bytes, --target-cache, --max-loss), "
-            "or name the blocks with --given."
+            "How much to remove? Set --blocks or a target (--target-speedup, --target-bytes, --target-cache, "
+            "--max-loss), or name the blocks with --given."
         )
     picks_of(settings.given or (), settings.granularity)
