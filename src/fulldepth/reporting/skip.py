@@ -30,6 +30,8 @@ from fulldepth.reporting.tables import Meta, Table, of_record, settings_table
 
 PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
 """Granularity -> what is removed, in the singular."""
+BRANCHES = [part for part in PARTS if part != "layer"]
+"""The parts of a layer."""
 PHASES = ("prefill", "decode")
 CARDS = {
     "target_speedup": "Speed-up by the times of the parts",
@@ -498,7 +500,7 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
     removed: dict[int, dict[str, tuple[int, str]]] = {}
     for at, ((layer, part), step) in order:
         whole = removal.granularity == "any" and part == "layer"
-        removed.setdefault(layer, {}).update(dict.fromkeys(("attention", "mlp") if whole else (part,), (at, step)))
+        removed.setdefault(layer, {}).update(dict.fromkeys(BRANCHES if whole else [part], (at, step)))
     count = f"{len(removal.blocks)} {PARTS.get(removal.granularity, 'block')}{'s' * (len(removal.blocks) > 1)} removed"
     loss = ""
     if losses:
@@ -509,7 +511,7 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
         "template": "blocks",
         "title": f"{short(removal.name, 60)}: {count}" if removal.name else count,
         "note": dotted([f"of {layers} layers", loss]),
-        "branches": [removal.granularity] if removal.granularity == "layer" else ["attention", "mlp"],
+        "branches": [removal.granularity] if removal.granularity == "layer" else BRANCHES,
         "cells": [(layer, removed.get(layer, {})) for layer in range(1, layers + 1)],
     }
 
