@@ -152,7 +152,6 @@ def _run(lm: Any, loaded: Mapping[str, Any], settings: EvaluateSettings, most: i
     for task in loaded["tasks"].values():
         task.set_fewshot_seed(seed=SEED if settings.seed is None else settings.seed)
     resamples = settings.bootstrap_iters if most is None else min(most, settings.bootstrap_iters)
-    prompting = settings.model_dump(include={"limit", "apply_chat_template", "system_instruction"})
     try:
         with quiet(), seeded(settings.seed):
             return evaluate(
@@ -160,8 +159,10 @@ def _run(lm: Any, loaded: Mapping[str, Any], settings: EvaluateSettings, most: i
                 task_dict=dict(loaded),
                 bootstrap_iters=resamples,
                 log_samples=True,
+                limit=settings.limit,
+                apply_chat_template=settings.apply_chat_template,
                 fewshot_as_multiturn=settings.apply_chat_template,
-                **prompting,
+                system_instruction=settings.system_instruction,
             )
     except FulldepthError:
         raise

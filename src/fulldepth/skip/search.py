@@ -91,8 +91,8 @@ def search(
     folder = None if output is None else Path(output)
     if responses is not None and (responses < 1 or folder is None):
         raise FulldepthError(f"Responses need an output folder and a number of at least 1, got {responses}.")
-    drawn = settings.model_dump(include={"seed", "batch_size"})
-    sampling = layer(Sampling, {"temperature": temperature, "max_new_tokens": max_new_tokens, **drawn})
+    drawn = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+    sampling = layer(Sampling, {**drawn, "seed": settings.seed, "batch_size": settings.batch_size})
     sampling.check_effect(generate_responses=responses)
     with processes() as process, process.holding(folder):
         if folder is not None:
