@@ -91,6 +91,7 @@ def compare(
 
     Source: "JREG: final-layer jumps", Eq. 7, App. G.
     """
+    settings.check_effect(against=against is not None)
     with claimed(output, overwrite):
         if isinstance(results, Mapping):
             settings = settings.model_copy(update={"names": list(results)})
@@ -105,8 +106,6 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
     """The comparison as results."""
     if isinstance(results, str | Path | Results) or len(results) < 2:
         raise FulldepthError("A comparison needs at least two result folders.")
-    if settings.claims:
-        raise FulldepthError("claims belong to a comparison of groups: compare A/seed-* --against B/seed-*.")
     loaded = [_readable(item) for item in results]
     labels, first = settings.names, settings.baseline
     if labels is None:
@@ -149,7 +148,7 @@ def _of_groups(
 ) -> Results:
     """The comparison of two groups as results."""
     if "baseline" in settings.model_fields_set:
-        raise FulldepthError("baseline has no effect on groups: the second one, --against, is the baseline.")
+        raise FulldepthError("--baseline has no effect with --against: the second group is the baseline.")
     both = [[item] if isinstance(item, str | Path | Results) else list(item) for item in (results, against)]
     places = [[str(item) if isinstance(item, str | Path) else "A result" for item in group] for group in both]
     labels = settings.names or groups.labels_of(places)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fulldepth.core.errors import FulldepthError
+from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import LOADING, Length, LoadingSettings, Seed
 
 AUTO = "auto"
@@ -21,6 +22,10 @@ class GenerateSettings(LoadingSettings):
         "Early exit": ("threshold", "rule"),
         "Loading the model": LOADING,
     }
+    applies: ClassVar = (
+        Applies(("rule", "min_layer"), {"threshold": SET}),
+        Applies(("draft_length",), {"speculate_from": SET}),
+    )
 
     max_new_tokens: Length = 64
     """Largest number of new tokens for each prompt."""
