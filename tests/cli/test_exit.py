@@ -36,6 +36,8 @@ def test_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
         ("exit MODEL", "--data"),
         ("exit export MODEL --layers 9", "first 9"),
         ("exit export MODEL --layers 2 --effective-depth 0.1", "--layers or --effective-depth, got both"),
+        ("exit export MODEL --layers 1 --max-sequences 4", "--max-sequences has no effect without --effective-depth."),
+        ("exit export MODEL --layers 1 --data TEXT", "--data has no effect without --effective-depth."),
         ("exit export MODEL", "--layers or --effective-depth, got neither"),
     ],
 )

@@ -113,9 +113,12 @@ class Switches:
         if scalars is not None and self.no_scalars is not None:
             kind = type(self.anatomy.model).__name__
             raise FulldepthError(f"{kind} takes no scalars: {self.no_scalars}. Search with --no-fit.")
-        wanted = self.anatomy.num_layers, self.granularity
-        if scalars is not None and (own := (scalars.num_layers, scalars.granularity)) != wanted:
-            raise FulldepthError(f"Scalars of {own}, for a model with switches of {wanted}.")
+        wanted = f"{self.anatomy.num_layers} layers (granularity {self.granularity})"
+        if (
+            scalars is not None
+            and (got := f"{scalars.num_layers} layers (granularity {scalars.granularity})") != wanted
+        ):
+            raise FulldepthError(f"These scalars are for {got}; the model has switches for {wanted}.")
         for role in () if scalars is None else ROLES:
             if not self.anatomy.has(role):
                 present = ", ".join(map(str, self.anatomy.layers_with(role)))
