@@ -133,8 +133,8 @@ def goal_of(
     if most < needed:
         reach = f"{1 / max(1 - most, 1e-3):.2f} times as fast" if target == "target_speedup" else f"{1 - most:.2f}"
         raise loss_cache.refused(
-            f"{settings.option(target)} {stated:g} is out of reach: without any of its {len(gains)} candidates the model "
-            f"would be at {reach}. Set a nearer target, another granularity, or keep fewer layers."
+            f"{settings.option(target)} {stated:g} is out of reach: without any of its {len(gains)} candidates the "
+            f"model would be at {reach}. Set a nearer target, another granularity, or keep fewer layers."
         )
     return Goal(target, gains, needed, notes=notes)
 
