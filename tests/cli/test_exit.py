@@ -35,8 +35,10 @@ def test_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
         ("exit MODEL --data TEXT --target-accuracy-drop -0.1", "target_accuracy_drop"),
         ("exit MODEL", "--data"),
         ("exit export MODEL --layers 9", "first 9"),
-        ("exit export MODEL --layers 2 --effective-depth 0.1", "--layers, --effective-depth"),
-        ("exit export MODEL", "--layers, --effective-depth"),
+        ("exit export MODEL --layers 2 --effective-depth 0.1", "--layers or --effective-depth, got both"),
+        ("exit export MODEL --layers 1 --max-sequences 4", "--max-sequences has no effect without --effective-depth."),
+        ("exit export MODEL --layers 1 --data TEXT", "--data has no effect without --effective-depth."),
+        ("exit export MODEL", "--layers or --effective-depth, got neither"),
     ],
 )
 def test_a_mistake_ends_with_one_message(main, checkpoint, tmp_path, arguments, name):

@@ -86,6 +86,8 @@ def test_results_hold_text_and_statistics(run, checkpoint, tmp_path):
         (["--threshold", "0"], "threshold"),
         (["--chat"], "--chat"),
         (["--rule", "confidance"], "confidence"),
+        (["--rule", "margin"], "--rule has no effect without --threshold."),
+        (["--set", "draft_length=3"], "--set draft_length has no effect without --speculate-from."),
         (["--prompt", " "], "prompt is empty"),
         (["--raw", "--prompt", word_tokenizer.words(*range(80))], "80 tokens"),
     ],
@@ -99,8 +101,8 @@ def test_layers_that_do_not_exist_are_refused_before_weights_are_read(run, check
     for path in checkpoint.iterdir():
         if path.suffix != ".safetensors":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    for name, value in (("min_layer", "4"), ("speculate_from", "7")):
-        result = run("generate", tmp_path, "--prompt", PROMPT, "--set", f"{name}={value}", code=2)
+    for name, value, *more in (("min_layer", "4", "--threshold", "0.5"), ("speculate_from", "7")):
+        result = run("generate", tmp_path, "--prompt", PROMPT, "--set", f"{name}={value}", *more, code=2)
         assert f"{name} is {value}" in result.stderr
     sweep = ("exit", tmp_path, "--data", "corpus:builtin", "--set", "min_layer=4", "--output", tmp_path / "out")
     assert "min_layer is 4" in run(*sweep, code=2).stderr

@@ -120,12 +120,12 @@ def test_a_tree_is_searched_folded_in_its_own_class_and_measured(main, house, tm
 
 
 MISTAKES = [
-    ("search model --data pairs.jsonl --blocks 4", ["4", "3 can be removed"]),
+    ("search model --data pairs.jsonl --blocks 4", ["4", "3 attention blocks that can be removed"]),
     ("search model --data pairs.jsonl --blocks 1 --budget 2e15", ["2e15", "10m"]),
     ("search model --data absent.jsonl --blocks 1", ["absent.jsonl"]),
     ("apply plan other", ["another LlamaForCausalLM"]),
     ("apply plan other --format fats", ["fats", "'fast'"]),
-    ("apply plan model --gguf-type f16", ["gguf_type", "format gguf"]),
+    ("apply plan model --gguf-type f16", ["--gguf-type has no effect with --format folded; it applies to gguf."]),
 ]
 
 

@@ -57,8 +57,8 @@ def test_the_accuracy_chooses_the_layers(labelled, tmp_path, without_fresh_proce
     ("options", "name"),
     [
         ({"layers": 4}, "first 4"),
-        ({"layers": 2, "effective_depth": 0.1, "data": ["a text"]}, "--layers, --effective-depth"),
-        ({"effective_depth": 0.1}, "effective_depth"),
+        ({"layers": 2, "effective_depth": 0.1, "data": ["a text"]}, "--layers or --effective-depth, got both"),
+        ({"effective_depth": 0.1}, "--effective-depth .* needs --data"),
         ({}, "layers"),
         ({"layers": 2, "output": "."}, "exists already"),
     ],

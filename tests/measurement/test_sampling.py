@@ -30,7 +30,7 @@ def test_defaults_sample_and_exact_samples_nothing(trained, text_file, capsys):
 
 
 def test_exact_contradicts_the_size_of_a_sample(trained, text_file):
-    with refused("--lens-tokens"):
+    with refused("--set lens_tokens"):
         measure(trained, text_file, exact=True, lens_tokens=100)
     resolved = MeasureSettings(exact=True)
     assert MeasureSettings.model_validate(resolved.model_dump()) == resolved, "saved settings can be read again"

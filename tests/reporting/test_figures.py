@@ -17,7 +17,7 @@ from pandas.testing import assert_series_equal
 from fulldepth.reporting import build, charts, page
 from fulldepth.reporting.charts import Figure, Line, Note, every_record
 from fulldepth.reporting.figures import records
-from fulldepth.reporting.source import VERBS
+from fulldepth.reporting.kinds import KINDS
 from fulldepth.results import tabulate
 from reporting import plotted, synthetic
 from reporting.synthetic import payload_of
@@ -73,7 +73,7 @@ def fixed(kind):
 
 def test_a_line_is_the_table(results):
     drawn, proven = build(results.table, results.meta), 0
-    for record, line in fixed("single"):
+    for record, line in fixed("measure"):
         rows = values(results.table, line)
         name = f"{record.name}:log" if record.name == "displacement" else record.name
         if len(rows):
@@ -179,16 +179,17 @@ def test_one_record_is_a_figure_a_place_and_a_note(results, comparison, monkeypa
     assert ["steps_fake"] in folded[0]["folded"]
 
 
-@pytest.mark.parametrize("kind", page.CONTENTS)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_every_figure_of_a_kind_has_a_name_of_its_own_and_a_section_that_is_there(kind):
-    names = [record.name for record, _ in records(kind)]
+    drawn_as = kind.drawn_as or kind.name
+    assert drawn_as in page.CONTENTS
+    names = [record.name for record, _ in records(drawn_as)]
     assert len(set(names)) == len(names)
-    for own in [kind] if kind != "skip" else [one for one, verb in VERBS.items() if verb == kind]:
-        about = page.texts()["kinds"][own]
-        arranged = page.arrange(names, kind, about, {})
-        placed = [slot[0] for section in arranged for slot in (*section["slots"], *section["folded"])]
-        assert sorted(placed) == sorted(names)
-        assert "further" not in {section["id"] for section in arranged}
+    arranged = page.arrange(names, kind, {})
+    placed = [slot[0] for section in arranged for slot in (*section["slots"], *section["folded"])]
+    assert sorted(placed) == sorted(names)
+    assert "further" not in {section["id"] for section in arranged}
+    assert kind.first in {"", *(section["id"] for section in page.texts()["sections"][kind.sections])}
 
 
 def test_formulas_are_html():

@@ -92,7 +92,7 @@ def test_a_claim_has_a_one_sided_test_and_a_bound():
         assert "no measurable difference (95 % interval" in alike.headline[name]["sentence"]
     with refused(None, "zeta_X", "zeta_L"):
         compare(jreg, against=llama, claims={"zeta_X": "less"})
-    with refused("--against"):
+    with refused("--set claims has no effect without --against"):
         compare(jreg, claims={"zeta_L": "less"})
 
 
@@ -155,7 +155,7 @@ def test_groups_that_prove_nothing_are_refused():
         with refused(None, *words[:1]) as caught:
             compare(first, against=second)
         assert all(word in str(caught.value) for word in words[1:]), caught.value
-    with refused("baseline has no effect"):
+    with refused("--baseline has no effect with --against"):
         compare(jreg, against=llama, baseline=1)
     with refused("several kinds"):
         compare(jreg, against=[Results(llama[0].table.drop(columns="step"), {**llama[0].meta, "kind": "measure"})])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 import fulldepth
 from fulldepth.core.progress import Watcher
 from fulldepth.exit import export_layers, generate_texts, sweep
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.skip import bench, curve, search
+from fulldepth.skip import bench, curve, export, generate_responses, search
+from fulldepth.skip.heal import heal
+from fulldepth.skip.least_squares import refit
 from refusals import refused
 
 
@@ -31,10 +34,10 @@ class Sample(Settings):
     inner: Inner = Inner()
 
 
-@takes_settings(Sample, recipes="measure")
+@takes_settings(Sample, positional={"names": 1}, recipes="measure")
 def verb(
     model: str,
-    names: Any = None,
+    output: str | None = None,
     *,
     settings: Sample,
     watcher: Watcher,
@@ -57,6 +60,20 @@ def test_keywords_are_layered_over_an_instance_and_a_recipe():
     assert verb("m", most=None)[1].most is None
 
 
+def test_a_setting_is_given_by_position_and_reaches_the_function_as_a_field_only():
+    assert verb("m", "a", "out/", count=2)[1] == verb("m", output="out/", names=["a"], count=2)[1]
+    with pytest.raises(TypeError, match="multiple values for argument 'names'"):
+        verb("m", "a", names="b")
+    with pytest.raises(TypeError, match="too many positional"):
+        verb("m", "a", "out/", 3)
+    for function in COMMANDS:
+        own = inspect.signature(inspect.unwrap(function)).parameters
+        kind = get_type_hints(inspect.unwrap(function))["settings"]
+        assert set(own) & set(kind.model_fields) <= {"tokenizer"}, function
+    assert [*inspect.signature(search).parameters][:3] == ["model", "data", "blocks"]
+    assert [*inspect.signature(fulldepth.evaluate).parameters][:3] == ["model", "tasks", "output"]
+
+
 def test_an_object_is_an_argument_and_its_name_a_setting(tmp_path):
     tokenizer = object()
     _, settings, given = verb("m", tokenizer=tokenizer)
@@ -67,23 +84,40 @@ def test_an_object_is_an_argument_and_its_name_a_setting(tmp_path):
     assert settings.tokenizer == str(tmp_path)
 
 
+def test_what_settings_apply_to_are_settings_or_parameters_with_such_values():
+    tables = 0
+    for function in COMMANDS:
+        kind = get_type_hints(inspect.unwrap(function))["settings"]
+        parameters = {*inspect.signature(inspect.unwrap(function)).parameters, "generate_responses"}
+        for entry in kind.applies:
+            tables += 1
+            assert set(entry.names) <= set(kind.model_fields), kind
+            for name, values in entry.beside.items():
+                field = kind.model_fields.get(name)
+                assert field is not None or name in parameters, f"{kind}: {name}"
+                if field is not None and values:
+                    TypeAdapter(list[field.annotation]).validate_python(list(values))
+    assert tables > 10
+
+
 def test_wrong_keywords_are_refused_by_name():
     for wrong, name in (({"cuont": 1}, "count"), ({"count": "x"}, "count"), ({"inner": {"rat": 1}}, "inner.rate")):
         with refused(name):
             verb("m", **wrong)
 
 
-COMMANDS = [fulldepth.compare, fulldepth.evaluate, fulldepth.train, sweep, export_layers, generate_texts, search]
+COMMANDS = [fulldepth.compare, fulldepth.evaluate, fulldepth.train, fulldepth.measure, fulldepth.lens]
+COMMANDS += [sweep, export_layers, generate_texts, generate_responses, search, curve, bench, export, heal, refit]
 
 
-@pytest.mark.parametrize("function", [*COMMANDS, curve, bench, verb], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [*COMMANDS, verb], ids=lambda f: f.__name__)
 def test_signature_and_docstring_list_every_setting(function):
     parameters = inspect.signature(function).parameters
     assert "settings" not in parameters
     assert "watcher" not in parameters
-    assert function is fulldepth.compare or "progress" in parameters
+    assert function in (fulldepth.compare, export) or "progress" in parameters
     shown = [name for name in parameters if f"\n    {name}:" in function.__doc__]
-    assert set(parameters) - {"progress", "recipe"} <= {*shown, "model", "names", "tokenizer"}
+    assert set(parameters) - {"progress", "recipe"} <= {*shown, "model", "output", "names", "tokenizer"}
 
 
 def test_a_signature_shows_names_types_and_defaults():

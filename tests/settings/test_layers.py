@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulldepth.settings import Settings, assignments, layer, names, read
+from fulldepth.settings.evaluate import EvaluateSettings
 from fulldepth.settings.train import TrainSettings
 from refusals import refused
 
@@ -208,3 +209,31 @@ def test_an_unknown_recipe_names_the_near_and_the_known(tmp_path):
         read("quik", "measure")
     with refused(r"no recipe file .*nothing\.yaml"):
         read(tmp_path / "nothing.yaml", "measure")
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed", "written", "of_six"),
+    [
+        ("all", "all", "all", [1, 2, 3, 4, 5, 6]),
+        ("full", "full", "full", [6]),
+        ("4, 2", [4, 2], "4,2", [2, 4, 6]),
+        ([1, 6], [1, 6], "1,6", [1, 6]),
+        (3, [3], "3", [3, 6]),
+        (None, None, None, None),
+    ],
+)
+def test_exit_layers_are_parsed_once_and_recorded_as_text(given, parsed, written, of_six):
+    settings = layer(EvaluateSettings, {"tasks": ["a"], "exit_layers": given})
+    assert settings.exit_layers == parsed
+    assert settings.model_dump()["exit_layers"] == settings.model_dump(mode="json")["exit_layers"] == written
+    assert layer(EvaluateSettings, settings.model_dump(mode="json")) == settings
+    assert settings.exit_layers_of(6) == of_six
+
+
+@pytest.mark.parametrize("given", ["", "none", "1,,2", "1-3", True, 1.5, [1, "x"], "12345"])
+def test_other_exit_layers_are_refused(given):
+    with refused("--exit-layers is .* expected all, full, or layers such as 1,6,12"):
+        layer(EvaluateSettings, {"tasks": ["a"], "exit_layers": given})
+    for beyond in ("0", "3,9"):
+        with refused(f"no exit layer {beyond[-1]}: the model has the layers 1 to 6"):
+            layer(EvaluateSettings, {"tasks": ["a"], "exit_layers": beyond}).exit_layers_of(6)

@@ -128,7 +128,7 @@ def bigger():
         ("llama", [build("llama")], {"contexts": [62]}, "64 positions"),
         ("llama", [build("llama")], {"batches": []}, "batches"),
         ("llama", [build("llama")], {"round": 3}, "round"),
-        ("llama", [build("llama")], {"max_sequences": 3}, "max_sequences has no effect here: it belongs to data"),
+        ("llama", [build("llama")], {"max_sequences": 3}, "--max-sequences has no effect without --data or --heldout"),
         ("llama", [], {}, "one export"),
         ("llama", build("llama"), {}, "one export"),
         ("bert", [build("llama")], {}, "causal language model"),

@@ -166,11 +166,11 @@ def test_most_loss_is_of_the_loss_whatever_ranks_the_candidates(model, examples)
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"target_speedup": 1.2, "target_bytes": 0.8}, "target_speedup and target_bytes"),
-        ({"max_loss": 0.1, "blocks": 2}, "max_loss and blocks"),
-        ({"max_loss": 0.1, "keep": [1, 2, 3]}, "0 can be removed"),
-        ({"target_bytes": 0.001}, "target_bytes 0.001 is out of reach"),
-        ({}, "target_speedup"),
+        ({"target_speedup": 1.2, "target_bytes": 0.8}, "--target-speedup and --target-bytes"),
+        ({"max_loss": 0.1, "blocks": 2}, "--max-loss and --blocks"),
+        ({"max_loss": 0.1, "keep": [1, 2, 3]}, "no block outside the layers to keep"),
+        ({"target_bytes": 0.001}, "--target-bytes 0.001 is out of reach"),
+        ({}, "How much to remove.* --blocks or a target .--target-speedup"),
         ({"blocks": 1, "keep": [9]}, "layer 9"),
         ({"blocks": 4, "granularity": "any", "keep": [1, 2]}, "4 blocks"),
         ({"given": ["mlp 9"], "granularity": "any"}, "layer 9"),

@@ -29,7 +29,7 @@ from fulldepth.evaluation.subject import EvaluationSubject
 from fulldepth.hf.truncation import truncated
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.results import Finding
-from fulldepth.settings.evaluate import QUALITY, EvaluateSettings, parse_layers
+from fulldepth.settings.evaluate import QUALITY, EvaluateSettings
 
 MEASURE = "generation_quality"
 DATA = "data"
@@ -44,18 +44,21 @@ class Quality:
     Args:
         subject: the model.
         settings: with `generation_quality`, the text data.
+        exit_layers: those of `EvaluateSettings.exit_layers_of`; None = the data are read at all layers, and the whole
+            model and the first quarters of its layers generate.
 
     Raises:
         FulldepthError: if the data cannot be read, the data are too short, the model has too few positions or blocks
             skipped in place, or the embedder embeds no texts.
     """
 
-    def __init__(self, subject: EvaluationSubject, settings: EvaluateSettings) -> None:
+    def __init__(self, subject: EvaluationSubject, settings: EvaluateSettings, exit_layers: list[int] | None) -> None:
         self.subject = subject
         self.settings = settings
         depth = subject.num_layers
         quarters = [max(1, round(depth * part / 4)) for part in (1, 2, 3)]
-        self.layers = parse_layers(settings.exit_layers, depth, [] if subject.plan else quarters)
+        self.layers = exit_layers or sorted({*([] if subject.plan else quarters), depth})
+        self.data_layers = exit_layers or list(range(1, depth + 1))
         if len(self.layers) > 1:
             subject.check_can_be_cut()
         self.windows, self.clusters = self._windows()
@@ -133,9 +136,7 @@ class Quality:
     @torch.no_grad()
     def _data_rows(self) -> list[Row]:
         """Accuracy and perplexity of the data's next tokens at every exit layer, one pass a batch."""
-        depth = self.subject.num_layers
-        layers = parse_layers(self.settings.exit_layers, depth, list(range(1, depth + 1)))
-        reader = LayerReader(self.subject.anatomy, self.subject.classifier, layers)
+        reader = LayerReader(self.subject.anatomy, self.subject.classifier, self.data_layers)
         values = []
         hits = []
         for ids in self._batches():
@@ -150,7 +151,9 @@ class Quality:
             values.append(value)
             hits.append(hit)
         rows = []
-        for layer, value, hit in zip(layers, torch.cat(values, 1), torch.cat(hits, 1), strict=True):  # [N] each
+        for layer, value, hit in zip(
+            self.data_layers, torch.cat(values, 1), torch.cat(hits, 1), strict=True
+        ):  # [N] each
             rows.append(_row(DATA, layer, "accuracy", float(hit.double().mean()), len(hit)))
             rows.append(_row(DATA, layer, "perplexity", perplexity(value.double().tolist()), len(value)))
         return rows

@@ -19,16 +19,15 @@ from fulldepth.evaluation.quality import Quality, quality_findings
 from fulldepth.evaluation.scoring import ANSWERS, rows_of, score_tasks
 from fulldepth.evaluation.subject import EvaluationSubject, opened
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, claimed, finite, provenance, tabulate
-from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
+from fulldepth.settings.evaluate import EvaluateSettings
 from fulldepth.settings.keywords import takes_settings
 
 KIND = "evaluation"
 
 
-@takes_settings(EvaluateSettings)
+@takes_settings(EvaluateSettings, positional={"tasks": 1})
 def evaluate(
     model: str | Path | PreTrainedModel,
-    tasks: str | list[str] | None = None,
     output: str | Path | None = None,
     *,
     settings: EvaluateSettings,
@@ -52,7 +51,6 @@ def evaluate(
     Args:
         model: checkpoint folder, export of `fulldepth skip apply`, GGUF file, `package:NAME`, Hub name, or a loaded
             model (left on its device, in its mode).
-        tasks: names of tasks, groups or suites, or one name; see `EvaluateSettings`.
         output: result folder, which also gets the page; None = nothing is written.
         settings: fields of `EvaluateSettings` as keywords, or an instance.
         watcher: receives messages and progress.
@@ -82,7 +80,8 @@ def evaluate(
                 )
             shutil.rmtree(folder / ANSWERS, ignore_errors=True)
         subject = held.enter_context(opened(model, settings, tokenizer, plan))
-        quality = None if settings.generation_quality is None else Quality(subject, settings)
+        exit_layers = settings.exit_layers_of(subject.num_layers)
+        quality = None if settings.generation_quality is None else Quality(subject, settings, exit_layers)
         content = {name: each.content for name, each in loaded.items()}, None if quality is None else quality.content
         places = {"task_data", "include_path", "generation_quality", "embedder", "tokenizer"}
         chosen = settings.model_dump(exclude={"device", "revision", "trust_remote_code", *places})
@@ -98,7 +97,7 @@ def evaluate(
                 )
             results.save_page(folder)
         else:
-            results = _evaluated(subject, loaded, quality, settings, folder, watcher)
+            results = _evaluated(subject, loaded, quality, settings, exit_layers, folder, watcher)
             results.meta["fingerprint"] = fingerprint
             if folder is not None:
                 results.save(folder, watcher=watcher)
@@ -112,13 +111,13 @@ def _evaluated(
     tasks: dict[str, Loaded],
     quality: Quality | None,
     settings: EvaluateSettings,
+    exit_layers: list[int] | None,
     folder: Path | None,
     watcher: Watcher,
 ) -> Results:
     """Score generated text and tasks, and put the numbers together."""
-    parse_layers(settings.exit_layers, subject.num_layers, [])
     written = [] if quality is None else quality.score(None if folder is None else folder / ANSWERS, watcher)
-    scored = score_tasks(subject, tasks, settings, folder, watcher)
+    scored = score_tasks(subject, tasks, settings, exit_layers, folder, watcher)
     plan = subject.plan
     skipped = plan and {
         "granularity": plan.granularity,

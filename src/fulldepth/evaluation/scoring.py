@@ -22,7 +22,7 @@ from fulldepth.data.conversations import reasoning_mark
 from fulldepth.evaluation.harness import SEED, Answers, LayerReader, layered_model, quiet, seeded
 from fulldepth.evaluation.loading import Loaded
 from fulldepth.evaluation.subject import EvaluationSubject
-from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
+from fulldepth.settings.evaluate import EvaluateSettings
 
 ANSWERS = "answers"
 """Folder of a result folder for the answers of an unfinished evaluation."""
@@ -73,6 +73,7 @@ def score_tasks(
     subject: EvaluationSubject,
     tasks: dict[str, Loaded],
     settings: EvaluateSettings,
+    exit_layers: list[int] | None,
     folder: Path | None,
     watcher: Watcher,
 ) -> Scored:
@@ -82,12 +83,13 @@ def score_tasks(
         subject: the model.
         tasks: from `load_tasks`; taken out as they are scored.
         settings: of the evaluation.
+        exit_layers: those of `EvaluateSettings.exit_layers_of`.
         folder: result folder, which gets the answers of an unfinished run and the logs of examples; None = answers are
             kept in memory.
         watcher: receives progress.
 
     Raises:
-        FulldepthError: if a task cannot be run, or an exit layer does not exist.
+        FulldepthError: if a task cannot be run.
     """
     scored = Scored()
     mark = reasoning_mark(subject.tokenizer) if settings.apply_chat_template else ""
@@ -95,7 +97,7 @@ def score_tasks(
         earlier.unlink()
     for name in list(tasks):
         loaded = tasks.pop(name)
-        layers = _layers_of(name, loaded, subject, settings, scored.warnings)
+        layers = _layers_of(name, loaded, subject, exit_layers, scored.warnings)
         if mark and not loaded.generates:
             scored.warnings.append(
                 f"The chat template begins each answer with {mark!r}: {name} scores answers in place of the reasoning, "
@@ -116,7 +118,8 @@ def score_tasks(
             options: dict[str, Any] = {"batch_size": settings.batch_size, "title": name, "watcher": watcher}
             lm = layered_model(reader, subject.tokenizer, answers, **options)
             for layer in reversed(layers):
-                lm.layer, is_whole = layer, layer == layers[-1]
+                lm.layer = layer
+                is_whole = layer == layers[-1]
                 output = _run(lm, loaded.tasks, settings, None if is_whole else EXIT_BOOTSTRAP)
                 samples = output.get("samples") or {}
                 if folder is not None and settings.log_samples:
@@ -150,7 +153,6 @@ def _run(lm: Any, loaded: Mapping[str, Any], settings: EvaluateSettings, limit: 
     for task in loaded["tasks"].values():
         task.set_fewshot_seed(seed=SEED if settings.seed is None else settings.seed)
     resamples = settings.bootstrap_iters if limit is None else min(limit, settings.bootstrap_iters)
-    prompting = settings.model_dump(include={"limit", "apply_chat_template", "system_instruction"})
     try:
         with quiet(), seeded(settings.seed):
             return evaluate(
@@ -158,8 +160,10 @@ def _run(lm: Any, loaded: Mapping[str, Any], settings: EvaluateSettings, limit: 
                 task_dict=dict(loaded),
                 bootstrap_iters=resamples,
                 log_samples=True,
+                limit=settings.limit,
+                apply_chat_template=settings.apply_chat_template,
                 fewshot_as_multiturn=settings.apply_chat_template,
-                **prompting,
+                system_instruction=settings.system_instruction,
             )
     except FulldepthError:
         raise
@@ -191,7 +195,8 @@ def _none_right(task: str, rows: Sequence[Mapping[str, Any]], metrics: Sequence[
     joined = [pair for pair in pairs if pair[0][-1:].isalnum() and pair[1][:1].isalnum()]
     hint = " Look at the prompts and answers (--set log_samples=true)."
     if joined:
-        before, after = joined[0][0][-20:], joined[0][1][:20]
+        before = joined[0][0][-20:]
+        after = joined[0][1][:20]
         hint = f" Its answers follow the prompts without a space ({before + after!r}); give them one (' {after}')."
     return [f"None of the {len(rows):,} answers of {task} is right with the whole model.{hint}"]
 
@@ -219,16 +224,16 @@ def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) 
 
 
 def _layers_of(
-    name: str, loaded: Loaded, subject: EvaluationSubject, settings: EvaluateSettings, warnings: list[str]
+    name: str, loaded: Loaded, subject: EvaluationSubject, exit_layers: list[int] | None, warnings: list[str]
 ) -> list[int]:
     """The exit layers of a task; a note on them is added to the warnings."""
     depth = subject.num_layers
     if not loaded.generates:
-        return parse_layers(settings.exit_layers, depth, list(range(1, depth + 1)))
-    layers = parse_layers(settings.exit_layers, depth, [])
+        return exit_layers or list(range(1, depth + 1))
+    layers = exit_layers or [depth]
     if len(layers) > 1:
         subject.check_can_be_cut()
-    if settings.exit_layers is None:
+    if exit_layers is None:
         warnings.append(
             f"{name} generates text, which takes a run per exit layer: only the whole model was scored. Name "
             "layers with --exit-layers."

@@ -28,6 +28,7 @@ from fulldepth.hf import (
     stacked_experts,
     task_of,
 )
+from fulldepth.hf.scalars import ROLES
 
 TRAINING = 3
 """Cost of a training step relative to a forward pass; the backward pass costs twice as much as the forward pass."""
@@ -289,7 +290,7 @@ def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str, keep: C
     head = sum(weight_products(module) for path in classifier.modules for module in path.modules())
     kept = math.inf if is_offloaded(anatomy.body) else float(KEPT_BYTES * anatomy.width * anatomy.num_layers)
     layers: dict[str, Any] = {"layer": range(1, anatomy.num_layers + 1)}
-    parts = ("attention", "mlp") if granularity == "any" else (granularity,)
+    parts = ROLES if granularity == "any" else (granularity,)
     products = {"attention": attention, "mlp": mlp, "layer": [a + m for a, m in zip(attention, mlp, strict=True)]}
     able = [
         Block(n, part)

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.hf import Anatomy
+from fulldepth.hf.scalars import ROLES
 
 SITES = {
     "embeddings": "h_0, what the first block reads; 1 state",
@@ -39,7 +40,7 @@ REENTRANT = (
     "{} lies inside a block, and reentrant gradient checkpointing gives it no gradient; enable checkpointing with "
     "use_reentrant=False (in a Trainer gradient_checkpointing_kwargs={{'use_reentrant': False}})."
 )
-ROLES = {"routing": "router"}
+ROLE_OF_SITE = {"routing": "router"}
 """Site of coefficients -> role of the module that computes them."""
 
 
@@ -133,7 +134,7 @@ class Activations:
         if site not in self.sites:
             raise FulldepthError(f"Site {site!r} was not captured; captured: {', '.join(self.sites)}.")
         if site in COEFFICIENTS:
-            return [self._read(site, layer) for layer in self.anatomy.layers_with(ROLES[site])]
+            return [self._read(site, layer) for layer in self.anatomy.layers_with(ROLE_OF_SITE[site])]
         layers = range(1, self.anatomy.num_layers + 1)
         if site == "embeddings":
             return [self._first()]
@@ -151,7 +152,7 @@ class Activations:
 
     def coefficients(self, site: str) -> dict[int, Tensor]:
         """1-based layer -> weights at a site of `COEFFICIENTS`."""
-        return dict(zip(self.anatomy.layers_with(ROLES[site]), self[site], strict=True))
+        return dict(zip(self.anatomy.layers_with(ROLE_OF_SITE[site]), self[site], strict=True))
 
     def _read(self, name: str, layer: int) -> Tensor:
         """One state, `[B, T, D]` even if the module works on `[B T, D]`; raises an error if it was overwritten."""
@@ -263,12 +264,12 @@ def _points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[HookPoint
     if "value" in sites:
         value = _required(anatomy, layer, "value")
         yield HookPoint(value, False, "value", lambda output: anatomy.value_states(_tensor(output)))
-    for site in sites & ROLES.keys():
-        module = anatomy.part(layer, ROLES[site])
+    for site in sites & ROLE_OF_SITE.keys():
+        module = anatomy.part(layer, ROLE_OF_SITE[site])
         if module is not None:
             yield HookPoint(module, False, site, _tensor)
-        elif not anatomy.layers_with(ROLES[site]):
-            _required(anatomy, layer, ROLES[site])
+        elif not anatomy.layers_with(ROLE_OF_SITE[site]):
+            _required(anatomy, layer, ROLE_OF_SITE[site])
 
 
 def _stream_points(anatomy: Anatomy, sites: set[str], layer: int, block: nn.Module) -> Iterator[HookPoint]:
@@ -300,7 +301,7 @@ def _stream_points(anatomy: Anatomy, sites: set[str], layer: int, block: nn.Modu
 def _branch_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[HookPoint]:
     """Points of the branches and, with several streams, of their connections."""
     scale = anatomy.branch_scale
-    for kind in ("attention", "mlp"):
+    for kind in ROLES:
         site = f"{kind}_branch"
         if site in sites or (kind == "attention" and _needs_sum(anatomy, sites)):
             module = anatomy.part(layer, site) if anatomy.family.sparse else _required(anatomy, layer, site)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.execution.hooks import ROLES, capture
+from fulldepth.execution.hooks import ROLE_OF_SITE, capture
 from fulldepth.execution.stream import (
     TOLERANCE,
     Trace,
@@ -260,7 +260,7 @@ def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) 
     sites += (
         ["attention_output", "attention_branch", "attention_carried", "mlp_branch", "mlp_input"] if has_branches else []
     )
-    weights = [site for site, role in ROLES.items() if anatomy.layers_with(role)]
+    weights = [site for site, role in ROLE_OF_SITE.items() if anatomy.layers_with(role)]
     with capture(anatomy, [*sites, *weights]) as activations:
         anatomy.runner(**body_inputs(anatomy, inputs))
         states = {site: activations[site] for site in sites}

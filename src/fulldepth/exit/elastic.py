@@ -119,7 +119,9 @@ def export_layers(
     """
     target = Path(output)
     if settings.effective_depth is not None and data is None:
-        raise FulldepthError("effective_depth measures the accuracy of every layer, and needs data (--data).")
+        raise FulldepthError("--effective-depth measures the accuracy of every layer, and needs --data.")
+    if settings.effective_depth is None and data is not None:
+        raise FulldepthError("--data has no effect without --effective-depth.")
     check_target(target)
     checkpoint = open_checkpoint(unwrapped(model) if isinstance(model, nn.Module) else model, settings)
     with evaluating(checkpoint.model):

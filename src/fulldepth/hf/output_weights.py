@@ -21,6 +21,7 @@ from torch.func import functional_call
 from fulldepth.core.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
 from fulldepth.hf.modes import device_of, evaluating, in_memory
+from fulldepth.hf.scalars import ROLES
 from fulldepth.hf.surgery import first_input
 
 OFFSETS = (0.0, 1.0)
@@ -31,7 +32,6 @@ so that only the norms' eps is left, below 1e-4 for a stream of size 1; a gated 
 PROBE = 0.02
 """Standard deviation of the values that stand in for a branch's own while its output weights are sought: its own may be
 zero, as biases are at the start, and would then hide the weights behind them."""
-ROLES = ("attention", "mlp")
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a module."""
 

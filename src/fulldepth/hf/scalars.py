@@ -11,12 +11,14 @@ from torch import nn
 
 from fulldepth.core.errors import FulldepthError, one_line, unknown
 
-GRANULARITIES = ("attention", "mlp", "layer", "any")
+ROLES = ("attention", "mlp")
+"""The two branches of a layer, in the order of their computation."""
+GRANULARITIES = (*ROLES, "layer", "any")
 """Removed part of a layer: its attention (with norm and cache), its MLP (with norm), all of it, or `any` of these."""
 FACTORS = ("b_att", "s_att", "b_mlp", "s_mlp")
 """Factors of a layer: of the attention branch, of the stream that it is added to, and the same for the MLP."""
-GONE = {"attention": FACTORS[:2], "mlp": FACTORS[2:], "layer": FACTORS}
-"""Removed part -> factors that its layer no longer has."""
+FACTORS_OF = {"attention": FACTORS[:2], "mlp": FACTORS[2:], "layer": FACTORS}
+"""Part of a layer -> its factors: of the branch, then of the stream that it is added to."""
 
 
 class Block(NamedTuple):
@@ -41,16 +43,16 @@ def blocks_of(removed: Iterable[int | Block], granularity: str, num_layers: int)
         layer, part = one if isinstance(one, tuple) else (one, "layer" if granularity == "any" else granularity)
         if isinstance(layer, bool) or not isinstance(layer, Integral) or not 1 <= layer <= num_layers:
             raise FulldepthError(f"There is no layer {layer!r}; this model has the layers 1 to {num_layers}.")
-        if part not in (GONE if granularity == "any" else (granularity,)):
+        if part not in (FACTORS_OF if granularity == "any" else (granularity,)):
             raise FulldepthError(f"The {part} of layer {layer} is no block of the granularity {granularity}.")
-        parts = ("attention", "mlp") if (granularity, part) == ("any", "layer") else (part,)
+        parts = ROLES if (granularity, part) == ("any", "layer") else (part,)
         blocks |= {Block(int(layer), each) for each in parts}
     return frozenset(blocks)
 
 
 def factor_names(removed: Iterable[Block], layer: int) -> tuple[str, ...]:
     """The factors that a 1-based layer has without these blocks."""
-    gone = {name for block in removed if block.layer == layer for name in GONE[block.part]}
+    gone = {name for block in removed if block.layer == layer for name in FACTORS_OF[block.part]}
     return tuple(name for name in FACTORS if name not in gone)
 
 
@@ -119,9 +121,9 @@ class Scalars(nn.Module):
                 for name, value in values.items()
             }
             layers = range(1, num_layers + 1)
-            parts = ("attention", "mlp") if granularity == "any" else (granularity,)
+            parts = ROLES if granularity == "any" else (granularity,)
             blocks = [Block(layer, part) for layer in layers for part in parts]
-            skipped = [block for block in blocks if (block.layer, GONE[block.part][0]) not in tensors]
+            skipped = [block for block in blocks if (block.layer, FACTORS_OF[block.part][0]) not in tensors]
             scalars = cls(num_layers, skipped, granularity)
             factors = {(layer, name): factor for layer in layers for name, factor in scalars.get(layer).items()}
             finite = all(tensor.ndim == 0 and bool(tensor.isfinite()) for tensor in tensors.values())

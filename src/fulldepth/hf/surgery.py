@@ -20,12 +20,10 @@ from transformers.cache_utils import Cache
 from fulldepth.core.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
 from fulldepth.hf.modes import device_of
-from fulldepth.hf.scalars import Block, Scalars, blocks_of, factor_names
+from fulldepth.hf.scalars import FACTORS_OF, ROLES, Block, Scalars, blocks_of, factor_names
 
 _SWITCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Lists of blocks with switches in use."""
-ROLES = {"attention": ("b_att", "s_att"), "mlp": ("b_mlp", "s_mlp")}
-"""Part -> factor of its branch, and of the stream that the branch is added to."""
 
 
 class Port(NamedTuple):
@@ -116,9 +114,12 @@ class Switches:
         if scalars is not None and self.no_scalars is not None:
             kind = type(self.anatomy.model).__name__
             raise FulldepthError(f"{kind} takes no scalars: {self.no_scalars}. Search with --no-fit.")
-        wanted = self.anatomy.num_layers, self.granularity
-        if scalars is not None and (own := (scalars.num_layers, scalars.granularity)) != wanted:
-            raise FulldepthError(f"Scalars of {own}, for a model with switches of {wanted}.")
+        wanted = f"{self.anatomy.num_layers} layers (granularity {self.granularity})"
+        if (
+            scalars is not None
+            and (got := f"{scalars.num_layers} layers (granularity {scalars.granularity})") != wanted
+        ):
+            raise FulldepthError(f"These scalars are for {got}; the model has switches for {wanted}.")
         for role in () if scalars is None else ROLES:
             if not self.anatomy.has(role):
                 present = ", ".join(map(str, self.anatomy.layers_with(role)))
@@ -216,7 +217,7 @@ class Switches:
         parallel = self.anatomy.family.design == "parallel"
         for role in ROLES if factors else ():
             port = self._ports[layer][role]
-            mixes = ROLES[role][0] in mixer.factors
+            mixes = FACTORS_OF[role][0] in mixer.factors
             # In parallel blocks the stream is noted before attention, for both parts.
             if role == "attention" if parallel else mixes:
                 reader = port.norm or port.part
@@ -285,7 +286,7 @@ class _Mixer:
         # b A + (s - 1) x, for a block that multiplies it by `scale`; in float32 at least, in the dtype of the sum.
         dtype = torch.promote_types(branch.dtype, stream.dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        b, s = (self.factors[name].to(branch.device, wide) for name in ROLES[role])
+        b, s = (self.factors[name].to(branch.device, wide) for name in FACTORS_OF[role])
         stream = stream.view_as(branch)  # experts may return [B T, D]
         mixed = (b * branch.to(wide) + (s - 1) / self.scale * stream.to(branch.device, wide)).to(dtype)
         if role == "attention" and self.continues:

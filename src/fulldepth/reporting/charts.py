@@ -27,8 +27,9 @@ from fulldepth.reporting.draw import (
     shade_key,
     value_axis,
 )
+from fulldepth.reporting.kinds import GROUPS, SINGLE
 from fulldepth.reporting.phrases import TERMS
-from fulldepth.reporting.source import GROUPS, SINGLE, PageSource, PlottedCurve, curve, select
+from fulldepth.reporting.source import PageSource, PlottedCurve, curve, select
 from fulldepth.reporting.style import (
     DASHES,
     MUTED,

@@ -12,8 +12,9 @@ import plotly.graph_objects as go
 from fulldepth.reporting.charts import Figure, Line, alone, overlay, readings
 from fulldepth.reporting.draw import add_level
 from fulldepth.reporting.exits import export_of
+from fulldepth.reporting.kinds import EVALUATION
 from fulldepth.reporting.phrases import short
-from fulldepth.reporting.source import EVALUATION, PageSource, PlottedCurve, curve, select
+from fulldepth.reporting.source import PageSource, PlottedCurve, curve, select
 from fulldepth.reporting.style import CATEGORICAL, Figures, label, translucent
 from fulldepth.reporting.tables import Meta, Table, across, cell, of_record
 

@@ -12,8 +12,9 @@ import plotly.graph_objects as go
 
 from fulldepth.reporting.charts import Figure, readings
 from fulldepth.reporting.draw import Drawn, chart, points, value_axis
+from fulldepth.reporting.kinds import EXIT
 from fulldepth.reporting.phrases import short, visible
-from fulldepth.reporting.source import EXIT, PageSource, PlottedCurve, number
+from fulldepth.reporting.source import PageSource, PlottedCurve, number
 from fulldepth.reporting.style import (
     CATEGORICAL,
     INK,

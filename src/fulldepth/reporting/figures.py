@@ -11,17 +11,8 @@ import plotly.graph_objects as go
 
 from fulldepth.reporting import charts, evaluation, exits, groups, skip
 from fulldepth.reporting.charts import Figure, every_record
-from fulldepth.reporting.source import (
-    COMPARISON,
-    EXIT,
-    EXITS,
-    GROUPS,
-    SERIES,
-    SINGLE,
-    TRAINING,
-    PageSource,
-    stack_rows,
-)
+from fulldepth.reporting.kinds import COMPARISON, EXIT, EXITS, GROUPS, SERIES, SINGLE, TRAINING
+from fulldepth.reporting.source import PageSource, stack_rows
 from fulldepth.reporting.style import Figures
 
 Draw = Callable[[Figure, PageSource], Figures]

@@ -19,6 +19,20 @@ from markupsafe import Markup
 
 from fulldepth.reporting import evaluation, exits, figures, groups, measured, skip, story, training
 from fulldepth.reporting.charts import Note
+from fulldepth.reporting.kinds import (
+    COMPARISON,
+    EVALUATION,
+    EVALUATIONS,
+    EXIT,
+    EXITS,
+    GENERATION,
+    GROUPS,
+    SERIES,
+    SINGLE,
+    SKIP,
+    TRAINING,
+    Kind,
+)
 from fulldepth.reporting.measured import Shown
 from fulldepth.reporting.phrases import (
     amount_of_text,
@@ -32,21 +46,7 @@ from fulldepth.reporting.phrases import (
     size,
     visible,
 )
-from fulldepth.reporting.source import (
-    COMPARISON,
-    EVALUATION,
-    EVALUATIONS,
-    EXIT,
-    EXITS,
-    GENERATION,
-    GROUPS,
-    SERIES,
-    SINGLE,
-    SKIP,
-    TRAINING,
-    VERBS,
-    PageSource,
-)
+from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.style import DARK, INK, PAPER, SEQUENTIAL, TEMPLATE
 from fulldepth.reporting.tables import Meta, Table, settings_table, texts
 
@@ -88,7 +88,7 @@ CONTENTS = {
     EVALUATION: Content(story=evaluation.story, tables=evaluation.tables),
     EVALUATIONS: replace(_comparison, models=evaluation.side_by_side),
 }  # fmt: skip
-"""Kind of results -> what their page says."""
+"""Kind that a page is drawn as -> what it says."""
 
 
 def payload(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,9 +97,7 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
     Of a series, verdict, lens grids and figures are those of the last checkpoint, beside curves over training.
     """
     source = now = PageSource(table, meta)
-    kind = str(meta.get("kind")) if meta.get("kind") in VERBS else source.kind
     content = CONTENTS[source.kind]
-    about = texts()["kinds"][kind]
     entry = meta
     left_out = measured.left_out(meta)
     if source.kind == SERIES:
@@ -121,7 +119,7 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
         for model in entry.get("models") or [entry]
     ]
     return {
-        "kind": about,
+        "kind": source.page,
         "meta": meta,
         "title": content.title(source),
         "step": entry.get("step"),
@@ -138,31 +136,28 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
         "more_sentences": said,
         "warnings": content.warnings(source),
         "left_out": list(dict.fromkeys(left_out)),
-        "sections": arrange(drawn, source.kind, about, {"settings": settings, **content.tables(source)}),
+        "sections": arrange(drawn, source.page, {"settings": settings, **content.tables(source)}),
         "figures": {name: packed(figure) for name, figure in drawn.items()},
         "lens": [grid for grid in grids if grid["samples"]],
         "words": list(words),
-        "intro": texts()["intros"][about["sections"]],
-        "notes": notes(source, about["sections"]),
+        "intro": texts()["intros"][source.page.sections],
+        "notes": notes(source),
         **(skip.for_template(source) if source.kind == SKIP else {}),
     }  # fmt: skip
 
 
-def arrange(
-    names: Iterable[str], kind: str, about: Mapping[str, Any], tables: Mapping[str, Sequence[Any]]
-) -> list[dict[str, Any]]:
+def arrange(names: Iterable[str], kind: Kind, tables: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Sections with their slots; a slot is a figure with all its variants. Secondary slots are folded.
 
     Curves over steps whose section is not on the page get a section of their own, and so do other figures.
 
     Args:
         names: of the figures.
-        kind: of the results, see `PageSource.kind`.
-        about: the entry of the kind of page in `page.yaml`.
+        kind: of the page.
         tables: id of a section -> tables before its figures; empty ones are left out.
     """
-    records = {record.name: record for record, _ in figures.records(kind)}
-    every = [*texts()["sections"][about["sections"]], *({**one, "after": True} for one in texts()["after"])]
+    records = {record.name: record for record, _ in figures.records(kind.drawn_as or kind.name)}
+    every = [*texts()["sections"][kind.sections], *({**one, "after": True} for one in texts()["after"])]
     placed: dict[str, dict[str, list[str]]] = {section["id"]: {} for section in every}
     for name in names:
         base = name.partition(":")[0]
@@ -178,15 +173,15 @@ def arrange(
             primary, folded = (
                 [slots[base] for base in slots if records[base].secondary == way] for way in (False, True)
             )
-            parts = {"slots": primary, "folded": folded, "tables": shown, "first": section["id"] == about.get("first")}
+            parts = {"slots": primary, "folded": folded, "tables": shown, "first": section["id"] == kind.first}
             arranged.append({"intro": "", "after": False, **section, **parts})
     return arranged
 
 
-def notes(source: PageSource, sections: str) -> list[Note]:
+def notes(source: PageSource) -> list[Note]:
     """The notes on how to read the figures of these results: those on one of its measures, or that name none."""
     measures = {str(name) for name in source.table["measure"].unique()}
-    general = [Note(**texts()["standard_errors"])] if sections in ("models", "training") else []
+    general = [Note(**texts()["standard_errors"])] if source.page.sections in ("models", "training") else []
     every = [*general, *(note for record, _ in figures.records(source.kind) for note in record.notes)]
     return [note for note in dict.fromkeys(every) if not note.measures or measures & {*note.measures}]
 

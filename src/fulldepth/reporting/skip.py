@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 from fulldepth.reporting import measured
 from fulldepth.reporting.charts import Figure, readings
 from fulldepth.reporting.draw import Drawn, chart, legend_entry, points, value_axis
+from fulldepth.reporting.kinds import TOGETHER
 from fulldepth.reporting.measured import Shown
 from fulldepth.reporting.phrases import (
     dotted,
@@ -24,12 +25,14 @@ from fulldepth.reporting.phrases import (
     short,
     size,
 )
-from fulldepth.reporting.source import TOGETHER, PageSource, PlottedCurve, curve, num_layers, number, select
+from fulldepth.reporting.source import PageSource, PlottedCurve, curve, num_layers, number, select
 from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, figure, label, minus, translucent
 from fulldepth.reporting.tables import Meta, Table, of_record, settings_table
 
 PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
 """Granularity -> what is removed, in the singular."""
+BRANCHES = [part for part in PARTS if part != "layer"]
+"""The parts of a layer."""
 PHASES = ("prefill", "decode")
 CARDS = {
     "target_speedup": "Speed-up by the times of the parts",
@@ -44,12 +47,6 @@ CARDS = {
     "gguf_size": "Size of the GGUF file",
 }
 """Name in `results.json` (for benchmarks, followed by the model) -> title of the card; the table has the times."""
-OPENING = {
-    "skip": ("target_speedup", "target_bytes", "target_cache", "max_loss", "loss_added", "sure_rounds"),
-    "heal": ("net_cost", "loss_added trained", "gguf_size"),
-}
-"""Kind of folder -> beginnings of the names of the findings that open its page, in their order; without any it is the
-first finding."""
 SIZES = ("parameter_bytes", "kv_bytes_per_token", "peak_memory")
 
 
@@ -384,17 +381,16 @@ def findings(_: Meta, source: PageSource) -> list[Shown]:
 
 
 def story(source: PageSource) -> dict[str, Any] | None:
-    """Of a benchmark, speed and loss of each program's fastest model; of other folders, the findings of `OPENING`.
+    """Of a benchmark, speed and loss of each program's fastest model; of other folders, findings by `Kind.opening`.
 
     None = the first finding opens the page.
     """
-    kind = source.meta.get("kind")
     headline = source.meta.get("headline") or {}
-    if kind == "bench":
+    if source.page.name == "bench":
         busy = headline.get("times") or {}
         sentences = [short(busy["sentence"], 600)] if busy.get("sentence") else decoding(parts(source))
     else:
-        opening = [entry for start in OPENING.get(str(kind), ()) for name, entry in headline.items() if name == start]
+        opening = [headline[name] for name in source.page.opening if name in headline]
         first = opening or [*headline.values()][:1]
         sentences = [short(entry["sentence"], 600) for entry in first if entry.get("sentence")]
     return {"sentences": sentences} if sentences else None
@@ -513,7 +509,7 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
     removed: dict[int, dict[str, tuple[int, str]]] = {}
     for at, ((layer, part), step) in order:
         whole = removal.granularity == "any" and part == "layer"
-        removed.setdefault(layer, {}).update(dict.fromkeys(("attention", "mlp") if whole else (part,), (at, step)))
+        removed.setdefault(layer, {}).update(dict.fromkeys(BRANCHES if whole else [part], (at, step)))
     count = f"{len(removal.blocks)} {PARTS.get(removal.granularity, 'block')}{'s' * (len(removal.blocks) > 1)} removed"
     loss = ""
     if losses:
@@ -524,7 +520,7 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
         "template": "blocks",
         "title": f"{short(removal.name, 60)}: {count}" if removal.name else count,
         "note": dotted([f"of {layers} layers", loss]),
-        "branches": [removal.granularity] if removal.granularity == "layer" else ["attention", "mlp"],
+        "branches": [removal.granularity] if removal.granularity == "layer" else BRANCHES,
         "cells": [(layer, removed.get(layer, {})) for layer in range(1, layers + 1)],
     }
 

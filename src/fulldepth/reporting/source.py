@@ -1,4 +1,4 @@
-"""The table and the document behind a page: their kind, the models side by side, and curves from the tidy table."""
+"""The table and the document behind a page: its kind, the models side by side, and curves from the tidy table."""
 
 from __future__ import annotations
 
@@ -10,28 +10,8 @@ from typing import Any
 
 import pandas as pd
 
+from fulldepth.reporting.kinds import COMPARISON, GROUPS, KINDS, SERIES, SINGLE, TRAINING, Kind
 from fulldepth.reporting.style import categorical, label
-
-SINGLE = "single"
-SERIES = "series"
-COMPARISON = "comparison"
-TRAINING = "training"
-GROUPS = "groups"
-SKIP = "skip"
-EXIT = "exit"
-GENERATION = "generation"
-EVALUATION = "evaluation"
-EXITS = "exits"
-EVALUATIONS = "evaluations"
-SKIPS = ("skip", "heal", "curve", "bench")
-"""Kinds of result folders that one page can show together, in reading order."""
-TOGETHER = "skips"
-"""Kind of several of them combined: `meta["parts"]` holds their documents with a `label`, the column `folder` the label
-of each row."""
-VERBS = {**dict.fromkeys((*SKIPS, TOGETHER), SKIP), **{kind: kind for kind in (EXIT, GENERATION, EVALUATION)}}
-"""`kind` of a document -> kind of results, see `PageSource.kind`."""
-COMPARED = {EXIT: EXITS, EVALUATION: EVALUATIONS, GROUPS: GROUPS}
-"""What a comparison compares, as its document states it (`of`) -> kind of results."""
 
 
 @dataclass(frozen=True)
@@ -137,20 +117,23 @@ class PageSource:
     meta: Mapping[str, Any]
 
     @cached_property
-    def kind(self) -> str:
-        """`single` (one model at one step), `series`, `training`, `skip`, `exit`, `generation` or `evaluation`.
-
-        Several of them side by side are of the kinds `comparison`, `exits` and `evaluations`, and two groups over seeds
-        of the kind `groups`.
-        """
-        stated = str(self.meta.get("kind"))
-        if stated in VERBS:
-            return VERBS[stated]
-        if stated == COMPARISON and self.meta.get("of") in COMPARED:
-            return COMPARED[str(self.meta["of"])]
+    def page(self) -> Kind:
+        """The kind of page: as the document states it, but measurements, series and runs are told by their columns."""
+        stated = KINDS.get(str(self.meta.get("kind")))
+        if stated is not None and stated.name == COMPARISON and self.meta.get("of"):
+            return next((kind for kind in KINDS.values() if kind.compares == self.meta["of"]), stated)
+        if stated is not None and stated.name not in (SINGLE, SERIES, TRAINING, COMPARISON) and not stated.compares:
+            return stated
         if "model" in self.table.columns:
-            return COMPARISON
-        return TRAINING if stated == TRAINING else SERIES if "step" in self.table.columns else SINGLE
+            return KINDS[COMPARISON]
+        if stated is not None and stated.name == TRAINING:
+            return stated
+        return KINDS[SERIES if "step" in self.table.columns else SINGLE]
+
+    @cached_property
+    def kind(self) -> str:
+        """The kind that has the figures and the texts of the page, see `Kind.drawn_as`."""
+        return self.page.drawn_as or self.page.name
 
     @cached_property
     def layers(self) -> int:

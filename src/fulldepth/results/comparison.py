@@ -10,6 +10,7 @@ import pandas as pd
 
 from fulldepth.core import launch
 from fulldepth.core.errors import FulldepthError, unknown
+from fulldepth.reporting.kinds import KINDS
 from fulldepth.results import groups, verdict
 from fulldepth.results.differences import (
     STEPS,
@@ -27,18 +28,6 @@ from fulldepth.results.pages import names
 from fulldepth.results.table import COLUMNS
 from fulldepth.settings.compare import CompareSettings
 from fulldepth.settings.keywords import takes_settings
-
-KINDS = {
-    "measure": "a measurement",
-    "training": "a training run",
-    "exit": "an early-exit sweep",
-    "evaluation": "an evaluation",
-}
-"""Kinds of results that can be compared -> what one is called."""
-GROUPED = ("training", "measure")
-"""Kinds of which groups can be compared."""
-ENTRIES = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exits", "full", "quality_data")}
-"""Kind of results -> entries of their documents that a comparison holds for each model."""
 
 
 @takes_settings(CompareSettings)
@@ -102,6 +91,7 @@ def compare(
 
     Source: "JREG: final-layer jumps", Eq. 7, App. G.
     """
+    settings.check_effect(against=against is not None)
     with claimed(output, overwrite):
         if isinstance(results, Mapping):
             settings = settings.model_copy(update={"names": list(results)})
@@ -116,8 +106,6 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
     """The comparison as results."""
     if isinstance(results, str | Path | Results) or len(results) < 2:
         raise FulldepthError("A comparison needs at least two result folders.")
-    if settings.claims:
-        raise FulldepthError("claims belong to a comparison of groups: compare A/seed-* --against B/seed-*.")
     loaded = [_readable(item) for item in results]
     labels = settings.names
     first = settings.baseline
@@ -151,7 +139,7 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
     table, entries = _side_by_side(loaded, labels, first, depth)
     for one, label in zip(loaded, labels, strict=True):
         if not one.meta.get("complete", True):
-            entries["warnings"].append(f"{label}: the {KINDS[kind].rpartition(' ')[2]} is not complete.")
+            entries["warnings"].append(f"{label}: the {KINDS[kind].called.rpartition(' ')[2]} is not complete.")
         entries["warnings"] += [f"{label}: {warning}" for warning in one.meta.get("warnings") or []]
     return _results(table, {"names": labels, **compared}, compared | entries)
 
@@ -161,7 +149,7 @@ def _of_groups(
 ) -> Results:
     """The comparison of two groups as results."""
     if "baseline" in settings.model_fields_set:
-        raise FulldepthError("baseline has no effect on groups: the second one, --against, is the baseline.")
+        raise FulldepthError("--baseline has no effect with --against: the second group is the baseline.")
     both = [[item] if isinstance(item, str | Path | Results) else list(item) for item in (results, against)]
     places = [[str(item) if isinstance(item, str | Path) else "A result" for item in group] for group in both]
     labels = settings.names or groups.labels_of(places)
@@ -169,7 +157,7 @@ def _of_groups(
         raise FulldepthError(f"Two groups have two different names, got {', '.join(labels)!r}.")
     loaded = [[_readable(item) for item in group] for group in both]
     kind = _common_kind([*places[0], *places[1]], [*loaded[0], *loaded[1]])
-    if kind not in GROUPED:
+    if not KINDS[kind].is_grouped:
         raise FulldepthError(f"Groups are of training runs or measurements, got results of kind {kind}.")
     if kind == "measure":
         loaded = [[_last_step(item) for item in group] for group in loaded]
@@ -183,7 +171,7 @@ def _common_kind(labels: Sequence[str], loaded: Sequence[Results]) -> str:
     """The kind that all results have; raise if they differ."""
     kinds = [str(one.meta["kind"]) for one in loaded]
     if len(set(kinds)) > 1:
-        listed = ", ".join(f"{label} is {KINDS[kind]}" for label, kind in zip(labels, kinds, strict=True))
+        listed = ", ".join(f"{label} is {KINDS[kind].called}" for label, kind in zip(labels, kinds, strict=True))
         advice = " Measure the runs first: fulldepth measure RUN" if "training" in kinds else ""
         raise FulldepthError(f"Results of several kinds cannot be compared: {listed}.{advice}")
     if not kinds:
@@ -205,7 +193,7 @@ def _side_by_side(
     """The table and the entries of the document for results of models, not of training runs."""
     baseline = measured[first]
     tables = []
-    kind = baseline.meta["kind"]
+    kind = KINDS[baseline.meta["kind"]]
     models: list[verdict.Entry] = []
     intervals: dict[tuple[str, str], Interval | None] = {}
     for index, (one, label) in enumerate(zip(measured, labels, strict=True)):
@@ -220,7 +208,7 @@ def _side_by_side(
                 "headline": meta.get("headline") or {},
                 "lens_grid": meta.get("lens_grid"),
                 "left_out": meta.get("left_out") or [],
-                **{key: meta[key] for key in ENTRIES.get(kind, ()) if meta.get(key) is not None},
+                **{key: meta[key] for key in kind.held if meta.get(key) is not None},
             }
         )
         if index != first:
@@ -232,19 +220,20 @@ def _side_by_side(
         tables.append(rows)
     table = pd.concat(tables, ignore_index=True)
     texts = {"headline": verdict.headline(table, models, intervals), "warnings": verdict.warnings(table, models)}
-    return table, {"models": models, **texts} | ({"of": kind} if kind in ENTRIES else {})
+    return table, {"models": models, **texts} | ({"of": kind.name} if kind.held else {})
 
 
 def _readable(item: Results | str | Path) -> Results:
-    """Load results of one of `KINDS`; raise for other kinds."""
+    """Load results of a kind that can be compared; raise for other kinds."""
     results = item if isinstance(item, Results) else Results.load(item)
     where = "The result" if isinstance(item, Results) else str(item)
     if results.is_comparison:
         raise FulldepthError(f"{where} is a comparison already; compare the measurements that it was made from.")
     layers = (results.meta.get("model") or {}).get("num_layers")
     kind = results.meta.get("kind")
-    if kind not in KINDS or not isinstance(layers, int):
-        expected = ", ".join(KINDS.values())
+    called = [each.called for each in KINDS.values() if each.called]
+    if kind not in KINDS or not KINDS[kind].called or not isinstance(layers, int):
+        expected = ", ".join(called)
         raise FulldepthError(f"{where} cannot be compared: its kind is {kind!r}; expected {expected}.")
     return results
 

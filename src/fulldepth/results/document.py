@@ -6,15 +6,15 @@ Every entry may be missing or null, and other entries are allowed, so that docum
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import pydantic
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from fulldepth import __version__
 from fulldepth.core.errors import FulldepthError
@@ -74,190 +74,329 @@ Interval = Annotated[list[Number], Field(min_length=2, max_length=2)]
 """Lower and upper end of a 95 % interval."""
 Object = dict[str, Any]
 Texts = list[str | None]
-Numbers = dict[str, Number | None]
 Tokens = list[tuple[str | None, Number | None]]
 """Tokens with a number each."""
 
 
-def entries(name: str, *typed: tuple[Any, str], required: str = "") -> Any:
-    """The schema of a JSON object; entries that are not listed may hold anything.
+class Entries(pydantic.BaseModel):
+    """A JSON object. Entries that are not listed may hold anything."""
 
-    Args:
-        name: of the schema, in messages.
-        typed: types, with the names of the entries that have them.
-        required: names of the entries that may not be missing or null.
-    """
-    fields: dict[str, Any] = {
-        entry: (kind, ...) if entry in required.split() else (kind | None, None)
-        for kind, names in typed
-        for entry in names.split()
-    }
-    return pydantic.create_model(name, __config__=pydantic.ConfigDict(extra="allow"), **fields)
+    model_config = pydantic.ConfigDict(extra="allow")
 
 
-def many(kind: Any) -> Any:
-    """A list."""
-    return list[kind]
+class ModelEntry(Entries):
+    """The model that was run."""
+
+    name: str | None = None
+    class_name: str | None = Field(default=None, alias="class")
+    task: str | None = None
+    dtype: str | None = None
+    hash: str | None = None
+    revision: str | None = None
+    num_layers: Layer | None = None
+    parameters: Whole | None = None
 
 
-def named(kind: Any) -> Any:
-    """An object with any names."""
-    return dict[str, kind]
+class SplitEntry(Entries):
+    """One part of the data of a search."""
+
+    name: str | None = None
+    unit: str | None = None
+    documents: Whole | None = None
+    clusters: Whole | None = None
 
 
-def _rectangular(sample: Any) -> Any:
-    """A sample, if the rows of its grid are as long as its tokens."""
-    lengths = {len(row) for row in (sample.tokens, sample.targets, sample.saturation, *sample.grid)}
-    if len(lengths) > 1:
-        raise ValueError(f"its rows have different lengths: {', '.join(map(str, sorted(lengths)[:4]))}")
-    return sample
+class DataEntry(Entries):
+    """The data that the model read."""
+
+    name: str | None = None
+    path: str | None = None
+    kind: str | None = None
+    hash: str | None = None
+    text_hash: str | None = None
+    unit: str | None = None
+    no_error: str | None = None
+    sequences: Whole | None = None
+    tokens: Whole | None = None
+    documents: Whole | None = None
+    train_sequences: Whole | None = None
+    validation_sequences: Whole | None = None
+    clusters: Whole | None = None
+    heldout: SplitEntry | None = None
+    train: SplitEntry | None = None
 
 
-MODEL = entries("Model", (str, "name class task dtype hash revision"), (Layer, "num_layers"), (Whole, "parameters"))
-DATA = entries(
-    "Data",
-    (str, "name path kind hash text_hash unit no_error"),
-    (Whole, "sequences tokens documents train_sequences validation_sequences clusters"),
-    (entries("Split", (str, "name unit"), (Whole, "documents clusters")), "heldout train"),
-)
-SAMPLE = entries(
-    "Sample",
-    (str, "title"),
-    (Texts, "tokens targets"),
-    (list[Whole | None], "saturation"),
-    (list[Tokens], "grid"),
-    (list[list[Tokens]], "more"),
-    required="tokens targets saturation grid",
-)
-"""One sequence of a lens grid: [T] tokens, targets and saturation layers, [L+1][T] (token, probability);
-`more` has the tokens of the next ranks, [L+1][T][k-1].
-"""
-ROUTER = entries("Router", (Whole, "layer source head"), (Tokens, "tokens"), required="layer source head tokens")
-FINDINGS = (dict[str, Finding], "headline")
-LENS_GRID = (
-    entries("LensGrid", (many(Annotated[SAMPLE, AfterValidator(_rectangular)]), "samples")),
-    "lens_grid",
-)
-LEFT_OUT = (many(entries("LeftOut", (str, "measure reason"))), "left_out")
-SETTINGS = (entries("Settings", (Object, "objective")), "settings")
-PLAN = (
-    (MODEL, "model"),
-    (DATA, "data"),
-    (str, "granularity criterion search"),
-    (list[Layer | Annotated[str, Field(pattern=r"^(attention|mlp|layer) [1-9][0-9]{0,4}$")]], "blocks"),
-    (list[Number | None], "losses"),
-    (Number, "healed_loss"),
-    (Numbers, "control_loss"),
-    (entries("Cost", (entries("Fits", (Object, "healed")), "fit")), "cost"),
-)
-"""Entries of a plan: blocks in the order of their removal."""
-EXIT = entries(
-    "Exit",
-    (str, "rule split timing"),
-    (bool, "calibrated"),
-    (Number, "threshold loss drop"),
-    (Share, "accuracy agreement"),
-    (Ratio, "accuracy_stderr loss_stderr agreement_stderr drop_stderr"),
-    (Ratio, "theoretical_speedup layers_computed measured_speedup"),
-    (Interval, "drop_interval measured_speedup_interval"),
-    (Counts, "exits"),
-    (Whole, "tokens"),
-)
-"""Early exit with one rule and threshold: over given sequences, or while generating."""
-FULL = entries(
-    "Full",
-    (Share, "accuracy chance"),
-    (Number, "loss"),
-    (Ratio, "accuracy_stderr loss_stderr seconds"),
-    (str, "no_advice"),
-)
-"""The model without early exit, on the same data."""
-GENERATED = entries(
-    "Generated",
-    (Texts, "prompts texts"),
-    (
-        entries(
-            "Stats",
-            (str, "mode reason"),
-            (Whole, "tokens"),
-            (Ratio, "seconds tokens_per_second theoretical_speedup layers_computed"),
-            (Counts, "prompt_positions layer_positions exits"),
-        ),
-        "stats",
-    ),
-)
-TEST = entries(
-    "Test",
-    (str, "name title unit claim"),
-    (Number, "value against difference bound"),
-    (Ratio, "deviation"),
-    (Share, "p p_corrected"),
-    (Interval, "interval"),
-    (many(Number), "by_seed"),
-    (Whole, "pairs"),
-    required="name title unit pairs",
-)
-"""A paired t-test over seeds of one number: means of both groups, and their difference."""
-TASK = entries(
-    "Task",
-    (str, "metric"),
-    (bool, "higher_is_better advised"),
-    (Whole, "count"),
-    (Number, "chance"),
-    (Layer, "earliest earliest_by_estimate"),
-)
-"""A task of an evaluation."""
-READ = (
-    FINDINGS,
-    LENS_GRID,
-    LEFT_OUT,
-    SETTINGS,
-    (list[str], "warnings"),
-    (entries("Policy", (str, "name sentence")), "token_policy"),
-    (many(EXIT), "exits"),
-    (FULL, "full"),
-    (named(TASK), "tasks"),
-    (str, "recipe"),
-)
-"""Entries of a document, and of each of several models that a document is of."""
-DOCUMENT = entries(
-    "Document",
-    *READ,
-    (MODEL, "model"),
-    (DATA, "data quality_data"),
-    (str, "kind created fingerprint of depth"),
-    (bool, "complete"),
-    (Whole, "seed step"),
-    (Object, "versions memory sampling machine training"),
-    (dict[str, str | int | None], "groups"),
-    (entries("Timings", (Number, "load forward total")), "timings"),
-    (entries("Routers", (Whole, "of"), (many(ROUTER), "routers")), "router_tokens"),
-    (
-        many(entries("Step", (Whole, "step"), (MODEL, "model"), FINDINGS, LENS_GRID, LEFT_OUT, required="step")),
-        "steps",
-    ),
-    (
-        many(
-            entries(
-                "Compared",
-                *READ,
-                *PLAN,
-                (str, "label"),
-                (DATA, "quality_data"),
-                (bool, "baseline paired"),
-                (list[Whole], "seeds"),
-                (many(EXIT), "generation"),
-            )
-        ),
-        "models",
-    ),
-    (entries("Next", (str, "why command")), "next"),
-    (entries("Plan", *PLAN), "plan"),
-    (many(TEST), "tests"),
-    (many(entries("Refit", (str, "branch end reason"), (Number, "strength left"))), "refits"),
-    (GENERATED | many(EXIT), "generation"),
-)
-"""`results.json` of any kind."""
+class SampleEntry(Entries):
+    """One sequence of T tokens in a lens grid."""
+
+    title: str | None = None
+    tokens: Texts
+    targets: Texts
+    saturation: list[Whole | None]
+    """[T] saturation layers."""
+    grid: list[Tokens]
+    """[L+1][T] most probable tokens with their probabilities."""
+    more: list[list[Tokens]] | None = None
+    """[L+1][T][k-1] the tokens of the next ranks."""
+
+    @pydantic.model_validator(mode="after")
+    def _rows_are_as_long_as_the_tokens(self) -> Self:
+        rows: list[Sized] = [self.tokens, self.targets, self.saturation, *self.grid]
+        lengths = {len(row) for row in rows}
+        if len(lengths) > 1:
+            raise ValueError(f"its rows have different lengths: {', '.join(map(str, sorted(lengths)[:4]))}")
+        return self
+
+
+class LensGrid(Entries):
+    """Predictions of every layer for a few sequences."""
+
+    samples: list[SampleEntry] | None = None
+
+
+class LeftOutEntry(Entries):
+    """A measure that the model or the data do not allow."""
+
+    measure: str | None = None
+    reason: str | None = None
+
+
+class RouterEntry(Entries):
+    """What one router of a memory reads most."""
+
+    layer: Whole
+    source: Whole
+    head: Whole
+    tokens: Tokens
+
+
+class Routers(Entries):
+    """The routers of a model with a memory."""
+
+    of: Whole | None = None
+    routers: list[RouterEntry] | None = None
+
+
+class SettingsEntry(Entries):
+    """The settings; only those that the page draws are checked."""
+
+    objective: Object | None = None
+
+
+class FitsEntry(Entries):
+    """The trainings of a plan's scalars."""
+
+    healed: Object | None = None
+
+
+class CostEntry(Entries):
+    """What a search took."""
+
+    fit: FitsEntry | None = None
+
+
+class PlanEntry(Entries):
+    """A plan: blocks in the order of their removal."""
+
+    model: ModelEntry | None = None
+    data: DataEntry | None = None
+    granularity: str | None = None
+    criterion: str | None = None
+    search: str | None = None
+    blocks: list[Layer | Annotated[str, Field(pattern=r"^(attention|mlp|layer) [1-9][0-9]{0,4}$")]] | None = None
+    losses: list[Number | None] | None = None
+    healed_loss: Number | None = None
+    control_loss: dict[str, Number | None] | None = None
+    cost: CostEntry | None = None
+
+
+class ExitEntry(Entries):
+    """Early exit with one rule and threshold: over given sequences, or while generating."""
+
+    rule: str | None = None
+    split: str | None = None
+    timing: str | None = None
+    calibrated: bool | None = None
+    threshold: Number | None = None
+    loss: Number | None = None
+    drop: Number | None = None
+    accuracy: Share | None = None
+    agreement: Share | None = None
+    accuracy_stderr: Ratio | None = None
+    loss_stderr: Ratio | None = None
+    agreement_stderr: Ratio | None = None
+    drop_stderr: Ratio | None = None
+    theoretical_speedup: Ratio | None = None
+    layers_computed: Ratio | None = None
+    measured_speedup: Ratio | None = None
+    drop_interval: Interval | None = None
+    measured_speedup_interval: Interval | None = None
+    exits: Counts | None = None
+    tokens: Whole | None = None
+
+
+class FullEntry(Entries):
+    """The model without early exit, on the same data."""
+
+    accuracy: Share | None = None
+    chance: Share | None = None
+    loss: Number | None = None
+    accuracy_stderr: Ratio | None = None
+    loss_stderr: Ratio | None = None
+    seconds: Ratio | None = None
+    no_advice: str | None = None
+
+
+class StatsEntry(Entries):
+    """Counts and times of a generation."""
+
+    mode: str | None = None
+    reason: str | None = None
+    tokens: Whole | None = None
+    seconds: Ratio | None = None
+    tokens_per_second: Ratio | None = None
+    theoretical_speedup: Ratio | None = None
+    layers_computed: Ratio | None = None
+    prompt_positions: Counts | None = None
+    layer_positions: Counts | None = None
+    exits: Counts | None = None
+
+
+class GeneratedEntry(Entries):
+    """Prompts and their continuations."""
+
+    prompts: Texts | None = None
+    texts: Texts | None = None
+    stats: StatsEntry | None = None
+
+
+class TaskEntry(Entries):
+    """A task of an evaluation."""
+
+    metric: str | None = None
+    higher_is_better: bool | None = None
+    advised: bool | None = None
+    count: Whole | None = None
+    chance: Number | None = None
+    earliest: Layer | None = None
+    earliest_by_estimate: Layer | None = None
+
+
+class TestEntry(Entries):
+    """A paired t-test over seeds of one number: means of both groups, and their difference."""
+
+    name: str
+    title: str
+    unit: str
+    pairs: Whole
+    claim: str | None = None
+    value: Number | None = None
+    against: Number | None = None
+    difference: Number | None = None
+    bound: Number | None = None
+    deviation: Ratio | None = None
+    p: Share | None = None
+    p_corrected: Share | None = None
+    interval: Interval | None = None
+    by_seed: list[Number] | None = None
+
+
+class PolicyEntry(Entries):
+    """Which tokens count."""
+
+    name: str | None = None
+    sentence: str | None = None
+
+
+class RefitEntry(Entries):
+    """A branch that healing refitted by least squares, or left."""
+
+    branch: str | None = None
+    end: str | None = None
+    reason: str | None = None
+    strength: Number | None = None
+    left: Number | None = None
+
+
+class NextEntry(Entries):
+    """The command to run next, and why."""
+
+    why: str | None = None
+    command: str | None = None
+
+
+class TimingsEntry(Entries):
+    """Seconds of a measurement."""
+
+    load: Number | None = None
+    forward: Number | None = None
+    total: Number | None = None
+
+
+class StepEntry(Entries):
+    """One checkpoint of a series."""
+
+    step: Whole
+    model: ModelEntry | None = None
+    headline: dict[str, Finding] | None = None
+    lens_grid: LensGrid | None = None
+    left_out: list[LeftOutEntry] | None = None
+
+
+class Described(Entries):
+    """Entries of a document, and of each of several models that a document is of."""
+
+    model: ModelEntry | None = None
+    data: DataEntry | None = None
+    quality_data: DataEntry | None = None
+    headline: dict[str, Finding] | None = None
+    lens_grid: LensGrid | None = None
+    left_out: list[LeftOutEntry] | None = None
+    settings: SettingsEntry | None = None
+    warnings: list[str] | None = None
+    token_policy: PolicyEntry | None = None
+    exits: list[ExitEntry] | None = None
+    full: FullEntry | None = None
+    tasks: dict[str, TaskEntry] | None = None
+    recipe: str | None = None
+
+
+class ComparedEntry(Described, PlanEntry):
+    """One of several models."""
+
+    label: str | None = None
+    baseline: bool | None = None
+    paired: bool | None = None
+    seeds: list[Whole] | None = None
+    generation: list[ExitEntry] | None = None
+
+
+class Document(Described):
+    """`results.json` of any kind."""
+
+    kind: str | None = None
+    created: str | None = None
+    fingerprint: str | None = None
+    of: str | None = None
+    depth: str | None = None
+    complete: bool | None = None
+    seed: Whole | None = None
+    step: Whole | None = None
+    versions: Object | None = None
+    memory: Object | None = None
+    sampling: Object | None = None
+    machine: Object | None = None
+    training: Object | None = None
+    groups: dict[str, str | int | None] | None = None
+    timings: TimingsEntry | None = None
+    router_tokens: Routers | None = None
+    steps: list[StepEntry] | None = None
+    models: list[ComparedEntry] | None = None
+    next: NextEntry | None = None
+    plan: PlanEntry | None = None
+    tests: list[TestEntry] | None = None
+    refits: list[RefitEntry] | None = None
+    generation: GeneratedEntry | list[ExitEntry] | None = None
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -272,7 +411,7 @@ def read(path: Path) -> dict[str, Any]:
     if type(version) is not int or version != SCHEMA_VERSION:
         shown = version if isinstance(version, int) else type(version).__name__
         raise FulldepthError(f"{path} has schema version {shown}, this fulldepth reads {SCHEMA_VERSION}.")
-    validated(path, value, DOCUMENT)
+    validated(path, value, Document)
     return dict(value)
 
 

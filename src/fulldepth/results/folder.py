@@ -21,7 +21,7 @@ from fulldepth.core import launch
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import atomic, locked, reading, remove_leftovers, write_text
 from fulldepth.core.progress import Watcher
-from fulldepth.reporting.source import TOGETHER
+from fulldepth.reporting.kinds import EXIT, KINDS, TOGETHER, Kind
 from fulldepth.results import document, influences, table
 from fulldepth.results.document import Finding
 from fulldepth.results.table import select
@@ -313,49 +313,44 @@ def finite(value: Any) -> Any:
     return value
 
 
-NEEDED = {"training": ("step",), "comparison": ("model", "difference")}
-"""Kind of results -> required columns beside those of every table."""
-EXITS = ("exit", "generation", "evaluation")
-"""Kinds of results about a model that stops early."""
-
-
 def contradictions(meta: Mapping[str, Any], table: pd.DataFrame, groups: pd.DataFrame | None = None) -> Iterator[str]:
     """What contradicts itself in a document, its table and its influences `groups`: the kind is not that of a result
     folder, a required column or entry is missing, the table has more layers than the model, counts by layer are of
     another depth than the model's, or the influences are of another number of groups.
     """
-    kind = str(meta.get("kind"))
+    name = str(meta.get("kind"))
+    kind = KINDS.get(name, Kind(name, "", ""))
     stated = (meta.get("groups") or {}).get("count")
     if groups is not None and (count := len(influences.groups_of(groups))) != stated:
         yield f"the influences are of {count} groups, the document states {stated}"
-    if kind == TOGETHER:
+    if name == TOGETHER:
         yield f"{TOGETHER!r} is the kind of a page, not of a result folder"
-    if missing := [name for name in NEEDED.get(kind, ()) if name not in table.columns]:
-        yield f"results of kind {kind} lack the columns {', '.join(missing)}"
-    if kind == "comparison":
+    if missing := [column for column in kind.columns if column not in table.columns]:
+        yield f"results of kind {name} lack the columns {', '.join(missing)}"
+    if name == "comparison":
         if not meta.get("models"):
             yield "a comparison lacks the entry `models`"
         if meta.get("of") == "training":
             yield "it compares single training runs; compare groups over seeds with fulldepth compare --against"
         if meta.get("of") == "groups" and "seed" not in table.columns:
             yield "a comparison of groups lacks the column seed"
-    elif meta.get("models") and kind != "bench":
-        yield f"results of kind {one_line(kind, 60)} have the entry `models`"
-    elif kind in ("measure", "training", *EXITS):
+    elif meta.get("models") and not kind.holds_models:
+        yield f"results of kind {one_line(name, 60)} have the entry `models`"
+    elif kind.is_layered:
         layers = (meta.get("model") or {}).get("num_layers")
         places = [frame[["layer", "other"]] for frame in (table, groups) if frame is not None]
         deepest = pd.concat(places).max().max()
         if layers is not None and not pd.isna(deepest) and deepest > layers:
             yield f"the table has layer {deepest} of a model of {layers} layers"
-        if kind not in EXITS:
+        if not kind.stops:
             return
         generation = meta.get("generation")
-        if generation is not None and isinstance(generation, list) is not (kind == "exit"):
-            yield f"the entry `generation` is not that of results of kind {kind}"
+        if generation is not None and isinstance(generation, list) is not (name == EXIT):
+            yield f"the entry `generation` is not that of results of kind {name}"
         runs = [*(meta.get("exits") or []), *(generation if isinstance(generation, list) else [])]
         stats = (generation.get("stats") or {}) if isinstance(generation, Mapping) else {}
         counts = [run.get("exits") for run in (*runs, stats)]
-        counts += [stats.get(name) for name in ("layer_positions", "prompt_positions")]
+        counts += [stats.get(entry) for entry in ("layer_positions", "prompt_positions")]
         depths = {len(count) for count in counts if count is not None} | ({layers} if layers is not None else set())
         if len(depths) > 1:
             listed = ", ".join(map(str, sorted(depths)[:4]))

@@ -12,7 +12,7 @@ import pandas as pd
 from fulldepth import reporting
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import write_text
-from fulldepth.reporting.source import SKIPS, TOGETHER
+from fulldepth.reporting.kinds import SKIPS, TOGETHER
 from fulldepth.results.document import SCHEMA_VERSION
 from fulldepth.results.folder import DOCUMENT, PAGE, Results
 from fulldepth.results.table import COLUMNS

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import LOADING, Length
 from fulldepth.settings.search import HeldoutSettings
 
@@ -18,7 +19,7 @@ class BenchSettings(HeldoutSettings):
     """Settings of the timings, and of the data on which losses are computed."""
 
     options: ClassVar = {"What is timed": (*TIMED, "seed"), "Data": DATA, "Loading the model": LOADING}
-    belongs: ClassVar = {"data or heldout": (*DATA, "tokenizer")}
+    applies: ClassVar = (Applies((*DATA, "tokenizer"), {"data": SET, "heldout": SET}),)
 
     batches: list[Length] = Field(default=[1, 4], min_length=1, max_length=1000)
     """Comma-separated numbers of sequences run at once."""

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fulldepth.settings.layers import Settings
+from fulldepth.settings.layers import SET, Applies, Settings
 
 Label = Annotated[str, Field(max_length=1000)]
 
@@ -15,6 +15,7 @@ class CompareSettings(Settings):
     """How results are labelled and aligned."""
 
     options: ClassVar = {"How to compare": ("names", "baseline", "depth")}
+    applies: ClassVar = (Applies(("claims",), {"against": SET}),)
 
     names: list[Label] | None = None
     """Comma-separated labels, one for each result (of groups, one for each group); None = the folders' names, made

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import LOADING, Count, Length, LoadingSettings, Seed
 
 QUALITY = ("prompts", "prefix_tokens", "max_new_tokens", "top_p", "embedder")
@@ -22,19 +23,25 @@ TASKS = (
     "log_samples",
 )
 """Settings of `tasks`."""
-LAYERS = re.compile(r"all|full|\d{1,4}(,\d{1,4})*")
 Shots = Annotated[int, Field(ge=0, le=1000)]
 Batch = Annotated[int, Field(ge=1, le=100_000)]
 
 
-def _exit_layers(value: Any) -> Any:
-    """`all`, `full`, or layers as text: `[1, 6]` as `1,6`."""
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value).replace(" ", "")
-    if not LAYERS.fullmatch(text):
+def _parsed_layers(value: Any) -> Any:
+    """`all`, `full`, or numbers from text such as `1,6,12`."""
+    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value).replace(" ", "")
+    if text in ("all", "full"):
+        return text
+    if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):
         raise FulldepthError(
-            f"exit_layers is {one_line(repr(value), 60)}; expected all, full, or layers such as 1,6,12."
+            f"--exit-layers is {one_line(repr(value), 60)}; expected all, full, or layers such as 1,6,12."
         )
-    return text
+    return [int(number) for number in text.split(",")]
+
+
+def _written_layers(value: str | list[int]) -> str:
+    """`1,6,12`, as results hold it."""
+    return value if isinstance(value, str) else ",".join(map(str, value))
 
 
 def _some_tasks(tasks: list[str]) -> list[str]:
@@ -43,7 +50,9 @@ def _some_tasks(tasks: list[str]) -> list[str]:
     return list(dict.fromkeys(tasks))
 
 
-ExitLayers = Annotated[str, BeforeValidator(_exit_layers)]
+ExitLayers = Annotated[
+    Literal["all", "full"] | list[int], BeforeValidator(_parsed_layers), PlainSerializer(_written_layers)
+]
 
 
 class EvaluateSettings(LoadingSettings):
@@ -57,6 +66,7 @@ class EvaluateSettings(LoadingSettings):
         "Generation quality": ("generation_quality", "max_new_tokens", "top_p", "embedder"),
         "Loading the model": LOADING,
     }
+    applies: ClassVar = (Applies(QUALITY, {"generation_quality": SET}), Applies(TASKS, {"tasks": SET}))
 
     tasks: Annotated[list[str], AfterValidator(_some_tasks)] | None = None
     """Comma-separated tasks: lambada_local, arc_easy_local, arc_challenge_local, piqa_local, hellaswag_local,
@@ -110,33 +120,19 @@ class EvaluateSettings(LoadingSettings):
     def _options_fit(self) -> EvaluateSettings:
         if not self.tasks and not self.generation_quality:
             raise FulldepthError("Nothing to evaluate: name --tasks, or text data with --generation-quality.")
-        for needed, names in {"generation_quality": QUALITY, "tasks": TASKS}.items():
-            for name in names if not getattr(self, needed) else ():
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise FulldepthError(f"{name} is used by {needed}, which is not set.")
         return self
 
+    def exit_layers_of(self, num_layers: int) -> list[int] | None:
+        """The exit layers of a model of this depth, sorted, always with the last layer; None if none are set.
 
-def parse_layers(text: str | None, num_layers: int, default: list[int]) -> list[int]:
-    """The exit layers that a setting names, sorted, always with the last layer.
-
-    Args:
-        text: `all`, `full`, numbers separated by commas, or None.
-        num_layers: L.
-        default: the layers for None.
-
-    Raises:
-        FulldepthError: for a layer out of range.
-    """
-    if text is None:
-        return sorted({*default, num_layers})
-    if text == "all":
-        return list(range(1, num_layers + 1))
-    layers = {num_layers} if text == "full" else {int(number) for number in text.split(",")}
-    for layer in sorted(layers):
-        if not 1 <= layer <= num_layers:
-            raise FulldepthError(f"There is no exit layer {layer}: the model has the layers 1 to {num_layers}.")
-    return sorted({*layers, num_layers})
-
-
-__all__ = ["EvaluateSettings", "parse_layers"]
+        Raises:
+            FulldepthError: for a layer that the model does not have.
+        """
+        if self.exit_layers is None:
+            return None
+        if self.exit_layers == "all":
+            return list(range(1, num_layers + 1))
+        stated = [] if self.exit_layers == "full" else self.exit_layers
+        if wrong := [layer for layer in stated if not 1 <= layer <= num_layers]:
+            raise FulldepthError(f"There is no exit layer {min(wrong)}: the model has the layers 1 to {num_layers}.")
+        return sorted({*stated, num_layers})

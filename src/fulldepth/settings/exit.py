@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import LOADING, Count, Length, ReadingSettings, Seed
 
 Rule = Literal["confidence", "margin", "entropy", "patience"]
@@ -67,6 +68,9 @@ class LayersSettings(LayerReadingSettings):
     """How many layers a shorter checkpoint gets, and how they are read; one of the first two."""
 
     options: ClassVar = {"How many layers": EXPORTS, "Data": READING, "Loading the model": LOADING}
+    applies: ClassVar = (
+        Applies((*READING, "lens_tokens", "order", "bos", "one_per_row", "truncate"), {"effective_depth": SET}),
+    )
 
     layers: Count | None = None
     """This many first layers."""
@@ -77,8 +81,9 @@ class LayersSettings(LayerReadingSettings):
     def _one_choice(self) -> LayersSettings:
         given = [name for name in EXPORTS if getattr(self, name) is not None]
         if len(given) != 1:
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in EXPORTS)
-            raise FulldepthError(f"Give one of {options}, which each choose the number of layers; got {len(given)}.")
+            options = " or ".join(map(self.option, EXPORTS))
+            got = "both" if given else "neither"
+            raise FulldepthError(f"How many layers to keep? Give {options}, got {got}.")
         return self
 
 

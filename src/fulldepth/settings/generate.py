@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fulldepth.core.errors import FulldepthError
+from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import LOADING, Length, LoadingSettings, Seed
 
 AUTO = "auto"
@@ -21,6 +22,10 @@ class GenerateSettings(LoadingSettings):
         "Early exit": ("threshold", "rule"),
         "Loading the model": LOADING,
     }
+    applies: ClassVar = (
+        Applies(("rule", "min_layer"), {"threshold": SET}),
+        Applies(("draft_length",), {"speculate_from": SET}),
+    )
 
     max_new_tokens: Length = 64
     """Largest number of new tokens for each prompt."""
@@ -60,7 +65,8 @@ class GenerateSettings(LoadingSettings):
     def _consistent(self) -> GenerateSettings:
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
             raise FulldepthError(
-                "temperature 0 takes the most probable token; leave it out to sample with top_p or top_k."
+                "--temperature 0 takes the most probable token, so --top-p and top_k have no effect; leave "
+                "--temperature out to sample."
             )
         return self
 

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import LOADING, Length, Precision, Rate
 from fulldepth.settings.search import Batch, GgufType, HeldoutSettings, Rows
 
@@ -22,10 +23,10 @@ class HealSettings(HeldoutSettings):
         "Writing": ("format", "gguf", "gguf_type"),
         "Loading the model": LOADING,
     }
-    belongs: ClassVar = {
-        "gguf": ("gguf_type",),
-        "steps": ("global_batch_size", "learning_rate", "rank", "precision"),
-    }
+    applies: ClassVar = (
+        Applies(("gguf_type",), {"gguf": SET}),
+        Applies(("global_batch_size", "learning_rate", "rank", "precision"), {"steps": SET}),
+    )
 
     max_sequences: Rows | None = None
     """Rows (or windows of text) to read; None = as many as the search read."""

@@ -14,8 +14,6 @@ from fulldepth.core import bars
 from fulldepth.settings.layers import Settings, layer, nested, read
 
 Result = TypeVar("Result")
-PLAIN = (str, int, float, list, tuple, Path)
-"""Types of arguments that are settings where a parameter and a setting have the same name, such as `tokenizer`."""
 PROGRESS = inspect.Parameter("progress", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
 
 
@@ -38,42 +36,29 @@ def with_progress(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def takes_settings(
-    kind: type[Settings], *, recipes: str | None = None
+    kind: type[Settings], *, positional: Mapping[str, int] | None = None, recipes: str | None = None
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Give a command's function its settings as keyword arguments.
 
     The function has a keyword `settings`, and receives an instance of `kind` there. Its callers give the fields of
     `kind` by name (a dot in a name opens a mapping, as on the command line), or an instance, or both; settings are
     layered as defaults < recipe < instance < keywords, and checked once. The signature and the docstring list them.
-    A function with a parameter `watcher` also gets `progress`, see `with_progress`.
+    The function itself has no parameter for a setting, with one exception: a parameter `tokenizer` receives a tokenizer
+    object, while a folder or name is the setting. A function with a parameter `watcher` also gets `progress`, see
+    `with_progress`.
 
     Args:
         kind: the settings class.
+        positional: settings that may also be given by position -> that position in the call, from 0.
         recipes: the command whose recipes the function's parameter `recipe` names; it may also be a mapping or an
             instance.
     """
 
     def add(function: Callable[..., Result]) -> Callable[..., Result]:
         own = inspect.signature(function)
-
-        @wraps(function)
-        def call(*args: Any, settings: Settings | None = None, **given: Any) -> Result:
-            bound = own.bind_partial(*args, **{name: given.pop(name) for name in [*given] if name in own.parameters})
-            for name in kind.model_fields:
-                if isinstance(bound.arguments.get(name), PLAIN):
-                    given[name] = bound.arguments.pop(name)
-            for name, field in kind.model_fields.items():  # None stands for the default where it is no value
-                if given.get(name, field) is None and NoneType not in get_args(field.annotation):
-                    del given[name]
-            chosen = nested((name, _plain(value)) for name, value in given.items())
-            recipe = bound.arguments.get("recipe")
-            below = read(recipe, recipes or "") if isinstance(recipe, str | Path) else _stated(recipe)
-            resolved = layer(kind, below, _stated(settings), chosen)
-            return function(*bound.args, settings=resolved, **bound.kwargs)
-
         types = get_type_hints(kind)  # without bounds
-        fields = [
-            inspect.Parameter(
+        fields = {
+            name: inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=field.get_default(call_default_factory=True),
@@ -81,9 +66,29 @@ def takes_settings(
             )
             for name, field in kind.model_fields.items()
             if name not in own.parameters
-        ]
+        }
         listed = [parameter for parameter in own.parameters.values() if parameter.name != "settings"]
-        call.__signature__ = own.replace(parameters=[*listed, *fields])  # type: ignore[attr-defined]
+        for name, place in (positional or {}).items():
+            listed.insert(place, fields.pop(name).replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD))
+        public = own.replace(parameters=[*listed, *fields.values()])
+
+        @wraps(function)
+        def call(*args: Any, settings: Settings | None = None, **given: Any) -> Result:
+            named = {name: given.pop(name) for name in [*given] if name in public.parameters}
+            arguments = public.bind_partial(*args, **named).arguments
+            for name in [*arguments]:
+                is_object = name in own.parameters and not isinstance(arguments[name], str | Path)
+                if name in kind.model_fields and not is_object:
+                    given[name] = arguments.pop(name)
+            for name, field in kind.model_fields.items():  # None stands for the default where it is no value
+                if given.get(name, field) is None and NoneType not in get_args(field.annotation):
+                    del given[name]
+            chosen = nested((name, _plain(value)) for name, value in given.items())
+            recipe = arguments.get("recipe")
+            below = read(recipe, recipes or "") if isinstance(recipe, str | Path) else _stated(recipe)
+            return function(settings=layer(kind, below, _stated(settings), chosen), **arguments)
+
+        call.__signature__ = public  # type: ignore[attr-defined]
         entries = [f"    {name}: {' '.join((f.description or '').split())}" for name, f in kind.model_fields.items()]
         call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Settings:", *entries])
         return with_progress(call) if "watcher" in own.parameters else call

@@ -12,10 +12,11 @@ import math
 import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import join, quote
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 import pydantic
 import yaml
@@ -40,8 +41,24 @@ MOST_PROBLEMS = 100
 """Invalid settings that one error message lists at most."""
 
 
+@dataclass(frozen=True)
+class Applies:
+    """Settings that have an effect only beside certain values of another setting, or of one of several."""
+
+    names: tuple[str, ...]
+    """These settings."""
+    beside: Mapping[str, tuple[str, ...]]
+    """The other setting, or a parameter of the command's function -> its values; `SET` = all but None, False and 0."""
+
+
+SET = ()
+"""In `Applies`: any value."""
+
+
 class Settings(pydantic.BaseModel):
-    """Base of every command's settings: frozen; unknown keys and implicit conversions are errors."""
+    """Base of every command's settings: frozen; unknown keys, implicit conversions and settings without effect are
+    errors.
+    """
 
     # Dumps keep infinities; pydantic's default replaces them by None.
     model_config = pydantic.ConfigDict(
@@ -50,6 +67,8 @@ class Settings(pydantic.BaseModel):
 
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Panel of the command's help -> settings that have their own option there."""
+    applies: ClassVar[tuple[Applies, ...]] = ()
+    """Which settings have no effect without others."""
     described_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Setting -> others that describe its value; a source that changes it drops what earlier sources say of those."""
 
@@ -59,6 +78,61 @@ class Settings(pydantic.BaseModel):
         changed = [key for key in cls.described_by if key in above and key in below and above[key] != below[key]]
         outdated = {name for key in changed for name in cls.described_by[key]}
         return {key: value for key, value in below.items() if key not in outdated}
+
+    @pydantic.model_validator(mode="after")
+    def _all_have_an_effect(self) -> Self:
+        self.check_effect()
+        return self
+
+    def check_effect(self, **parameters: Any) -> None:
+        """Refuse a setting that differs from its default and has no effect beside the others (see `applies`).
+
+        Args:
+            **parameters: those of the command's function that `applies` names. Without them its entries about
+                parameters are not checked.
+
+        Raises:
+            FulldepthError: which says why it has no effect, and what it applies to.
+        """
+        values = dict(self) | parameters
+        for entry in self.applies:
+            if any(
+                other not in values or (values[other] in wanted if wanted else values[other])
+                for other, wanted in entry.beside.items()
+            ):
+                continue
+            for name in entry.names:
+                if values[name] != type(self).model_fields[name].get_default(call_default_factory=True):
+                    raise FulldepthError(self._no_effect(name, entry, values))
+
+    @classmethod
+    def _no_effect(cls, name: str, entry: Applies, values: Mapping[str, Any]) -> str:
+        """`--budget has no effect with --search exact; it applies to greedy.`"""
+        absent = []
+        present = []
+        for other in entry.beside:
+            is_absent = values[other] is None or (values[other] is False and other not in cls.model_fields)
+            if is_absent:
+                absent.append(cls.option(other))
+            else:
+                present.append(cls.option(other, values[other]))
+        reasons = [f"with {' and '.join(present)}"] if present else []
+        reasons += [f"without {' or '.join(absent)}"] if absent else []
+        wanted = [value for values in entry.beside.values() for value in values]
+        listed = " and ".join(filter(None, [", ".join(wanted[:-1]), *wanted[-1:]]))
+        advice = f"; it applies to {listed}" if listed else ""
+        return f"{cls.option(name)} has no effect {' and '.join(reasons)}{advice}."
+
+    @classmethod
+    def option(cls, name: str, value: Any = None) -> str:
+        """A setting, with a value if one is given, as the command line has it: `--search exact`, `--no-fit`."""
+        dashed = name.replace("_", "-")
+        has_option = name not in cls.model_fields or any(name in names for names in cls.options.values())
+        if not has_option:
+            return f"--set {name}" if value is None else f"--set {name}={json.dumps(value)}"
+        if value is False:
+            return f"--no-{dashed}"
+        return f"--{dashed}" if value is None else f"--{dashed} {value}"
 
 
 S = TypeVar("S", bound=pydantic.BaseModel)

@@ -69,7 +69,7 @@ class MeasureSettings(ReadingSettings):
         if not (isinstance(values, dict) and values.get("exact") is True):
             return values
         if given := [name for name in SAMPLES if values.get(name) is not None]:
-            options = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            options = " and ".join(map(cls.option, given))
             raise FulldepthError(f"--exact samples nothing, so it contradicts {options}. Leave one of them out.")
         return {**values, **dict.fromkeys(SAMPLES)}
 

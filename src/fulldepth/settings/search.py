@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.settings.layers import Settings
+from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import SPREADING, Length, LoadingSettings, Rate, Seed
 
 Criterion = Literal["loss", "scaled", "kl"]
@@ -39,7 +38,7 @@ def seconds_of(time: str) -> float:
     match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?) ?([smh])", time.strip())
     seconds = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not seconds:
-        raise FulldepthError(f"The budget is {one_line(repr(time), 60)}; expected a time (90s, 10m, 2h).")
+        raise FulldepthError(f"--budget is {one_line(repr(time), 60)}; expected a time such as 90s, 10m or 2h.")
     return seconds
 
 
@@ -48,37 +47,7 @@ def _a_time(text: str) -> str:
     return text
 
 
-class EffectiveSettings(Settings):
-    """Settings of which none is accepted that would have no effect."""
-
-    belongs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """What settings belong to -> these. `search greedy or search exact`: they have an effect if `search` has one of
-    these values; `gguf`: if `gguf` is set. A name that is no setting is a parameter of the command's function."""
-
-    @model_validator(mode="after")
-    def _all_have_an_effect(self) -> Self:
-        self.check_effect()
-        return self
-
-    def check_effect(self, **parameters: Any) -> None:
-        """Refuse a setting that is not its default and has no effect with the others, and with a function's parameters.
-
-        Raises:
-            FulldepthError: with its name and what it belongs to.
-        """
-        values = dict(self) | parameters
-
-        def holds(owner: str) -> bool:
-            name, _, value = owner.partition(" ")
-            return name not in values or (values[name] == value if value else bool(values[name]))
-
-        for owners, names in self.belongs.items():
-            for name in () if any(map(holds, owners.split(" or "))) else names:
-                if values[name] != type(self).model_fields[name].get_default(call_default_factory=True):
-                    raise FulldepthError(f"{name} has no effect here: it belongs to {owners}.")
-
-
-class SpreadSettings(EffectiveSettings, LoadingSettings):
+class SpreadSettings(LoadingSettings):
     """How a checkpoint is loaded that may be larger than a device."""
 
     device_map: str | dict[str, Any] | None = None
@@ -87,11 +56,11 @@ class SpreadSettings(EffectiveSettings, LoadingSettings):
     @model_validator(mode="after")
     def _one_place(self) -> Self:
         if self.device is not None and self.device_map is not None:
-            raise FulldepthError("Set a device or a device map, not both.")
+            raise FulldepthError("--device and --device-map contradict each other; leave one out.")
         return self
 
 
-class HeldoutSettings(EffectiveSettings, LoadingSettings):
+class HeldoutSettings(LoadingSettings):
     """How the data of a search, a curve or a benchmark are read."""
 
     batch_size: Batch = 8
@@ -114,16 +83,16 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
         "Healing": ("fit",),
         "Loading the model": SPREADING,
     }
-    belongs: ClassVar = {
-        "target_speedup or max_loss": ("decode_share", "batch"),
-        "target_speedup or target_cache or max_loss": ("context",),
-        "search greedy": ("budget", "pool"),
-        "search greedy or search exact": ("max_loss", "exchanges", "confidence"),
-        "search greedy or search exact or search one-shot": ("criterion",),
-        "criterion loss or criterion kl": ("pool", "exchanges"),
-        "fit": ("learning_rate", "epochs", "patience"),
-        "fit or criterion scaled": ("fit_batch_size", "gradient_checkpointing"),
-    }
+    applies: ClassVar = (
+        Applies(("decode_share", "batch"), {"target_speedup": SET, "max_loss": SET}),
+        Applies(("context",), {"target_speedup": SET, "target_cache": SET, "max_loss": SET}),
+        Applies(("budget", "pool"), {"search": ("greedy",)}),
+        Applies(("max_loss", "exchanges", "confidence"), {"search": ("greedy", "exact")}),
+        Applies(("criterion",), {"search": ("greedy", "exact", "one-shot")}),
+        Applies(("pool", "exchanges"), {"criterion": ("loss", "kl")}),
+        Applies(("learning_rate", "epochs", "patience"), {"fit": SET}),
+        Applies(("fit_batch_size", "gradient_checkpointing"), {"fit": SET, "criterion": ("scaled",)}),
+    )
 
     blocks: Layer | None = None
     """How many blocks to remove; None = until the target, or the number of `given` blocks."""
@@ -198,17 +167,28 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
 
     @model_validator(mode="after")
     def _one_search(self) -> Self:
-        if (self.given is None) != (self.search != "given"):
-            raise FulldepthError(
-                f"The search is {self.search!r}, and given layers are {self.given}; use both `search: given` and the "
-                "layers, or none."
-            )
+        if self.given is None and self.search == "given":
+            raise FulldepthError("--search given needs the blocks to remove, such as --given 3,7.")
+        if self.given is not None and self.search != "given":
+            raise FulldepthError(f"--given names the blocks to remove, but --search is {self.search}; leave one out.")
         if self.search == "groups" and self.granularity != "layer":
-            raise FulldepthError(f"`groups` removes a run of layers, not of {self.granularity}; use granularity layer.")
+            raise FulldepthError(
+                f"--search groups removes whole layers, got --granularity {self.granularity}; set --granularity layer."
+            )
         stated = [name for name in (*TARGETS, "given" if self.given else "blocks") if getattr(self, name)]
         if len(stated) > 1:
-            raise FulldepthError(f"{' and '.join(stated)} are set; a search has one target.")
+            options = " and ".join(map(self.option, stated))
+            raise FulldepthError(f"{options} contradict each other: a search has one target. Leave all but one out.")
+        if self.given is not None and self.blocks not in (None, len(self.given)):
+            raise FulldepthError(
+                f"--given names {len(self.given)} blocks, but --blocks is {self.blocks}; leave --blocks out."
+            )
         return self
+
+    @property
+    def num_blocks(self) -> int | None:
+        """How many blocks to remove: `blocks`, or as many as are `given`; None = until the target."""
+        return self.blocks if self.given is None else len(self.given)
 
     @property
     def target(self) -> str | None:
@@ -226,9 +206,16 @@ class CurveSettings(SearchSettings):
     }
 
     blocks: Layer = 12
-    """Most blocks to remove; fewer, with a message, if the model has fewer."""
+    """Most blocks to remove; fewer, with a message, if the model has fewer. Of `given` layers all are removed."""
     fit: bool = False
     """Heal the last plan with scalars."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_given_layers(cls, values: Any) -> Any:
+        """The number of `given` layers replaces the default of `blocks`."""
+        given = values.get("given") if isinstance(values, dict) else None
+        return {"blocks": len(given), **values} if isinstance(given, list) and given else values
 
 
 PLACES = {"device", "device_map", "gradient_checkpointing", "tokenizer", "revision", "trust_remote_code"}
@@ -242,10 +229,10 @@ class ExportSettings(SpreadSettings):
         "Loading the model": SPREADING,
         "Writing": ("shard_size", "gguf_type"),
     }
-    belongs: ClassVar = {
-        "format gguf": ("gguf_type",),
-        "format folded or format fast or format decilm or format layer": ("shard_size", "tokenizer"),
-    }
+    applies: ClassVar = (
+        Applies(("gguf_type",), {"format": ("gguf",)}),
+        Applies(("shard_size", "tokenizer"), {"format": ("folded", "fast", "decilm", "layer")}),
+    )
 
     dtype: str | None = None  # type: ignore[assignment]
     """float32, bfloat16; None = as in the search."""

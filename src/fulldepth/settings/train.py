@@ -298,9 +298,9 @@ class TrainSettings(Settings):
     @pydantic.model_validator(mode="after")
     def _stage_fits(self) -> Self:
         if self.stage != "pretrain" and self.task != "causal-lm":
-            raise FulldepthError(f"stage: {self.stage} belongs to task: causal-lm, not to {self.task}.")
+            raise FulldepthError(f"stage: sft trains on conversations, with task: causal-lm; got task: {self.task}.")
         if self.lora.rank is None and self.lora != LoraSettings():
-            raise FulldepthError("lora.alpha and lora.target_modules belong to lora.rank, which is not set.")
+            raise FulldepthError("lora.alpha and lora.target_modules have no effect without lora.rank.")
         if self.lora.rank is not None and (self.model.checkpoint is None or self.task != "causal-lm"):
             raise FulldepthError("lora.rank needs a language model to start from: model.checkpoint=FOLDER.")
         if self.freezes_features and (self.model.checkpoint is None or not self.task.endswith("-classification")):
@@ -314,7 +314,7 @@ class TrainSettings(Settings):
                     f"augmentation.{name} is not offered in detection: {NO_BOXES[name]}. augmentation.flip is."
                 )
             if self.task not in ("image-classification", "detection"):
-                raise FulldepthError(f"augmentation is for images; in {self.task} there are no images to change.")
+                raise FulldepthError(f"augmentation.{name} changes images; the data of task: {self.task} have none.")
         return self
 
     @property

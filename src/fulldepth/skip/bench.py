@@ -165,11 +165,11 @@ def bench(
             for cell in cells
         }
         watcher.begin("Benchmark", sum(map(len, timed.values())) * (settings.repeats + settings.warmup))
+        rounds = {"repeats": settings.repeats, "warmup": settings.warmup, "seed": settings.seed}
         for cell in cells:
             ids = random_tokens(anatomy, cell.batch, cell.context + settings.max_new_tokens, settings.seed)
-            options = settings.model_dump(include={"repeats", "warmup", "seed"})
             load = OtherLoad()
-            times = time_in_rounds(timed[cell], ids, cell.context, **options, advance=watcher.advance)
+            times = time_in_rounds(timed[cell], ids, cell.context, **rounds, advance=watcher.advance)
             measured.other_load[cell] = load.share()
             measured.times |= {(label, cell, phase): seconds for (label, phase), seconds in times.items()}
             for label, runner in timed[cell].items():

@@ -95,8 +95,6 @@ def curve(
     with processes() as process, process.holding(output):
         if output is not None:
             process.first(partial(check_folder, Path(output), KIND, resume))
-        if settings.search == "given" and "blocks" not in settings.model_fields_set:
-            settings = settings.model_copy(update={"blocks": len(settings.given or ())})
         with prepared(model, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
             if (removable := len(problem.scorer.costs.able)) < settings.blocks:
                 watcher.say(

@@ -66,9 +66,10 @@ class FitResult:
 
 def fit_options(settings: SearchSettings, *, candidate: bool = False) -> FitOptions:
     """Options of the final fit, or of a candidate's under the criterion `scaled`: one epoch, as in the public code."""
-    short = {"learning_rate": 1e-2, "epochs": 1}
     return FitOptions(
-        **short if candidate else settings.model_dump(include={"learning_rate", "epochs", "patience"}),
+        learning_rate=1e-2 if candidate else settings.learning_rate,
+        epochs=1 if candidate else settings.epochs,
+        patience=settings.patience,
         batch_size=settings.fit_batch_size,
         micro_batch_size=min(settings.batch_size, settings.fit_batch_size),
         seed=settings.seed,

@@ -93,7 +93,6 @@ def count_goal(costs: Costs, blocks: int) -> Goal:
 def goal_of(
     loss_cache: LossCache,
     settings: SearchSettings,
-    blocks: int | None,
     timed: Callable[[], tuple[Mapping[str, float], float]],
 ) -> Goal:
     """The goal that the settings state.
@@ -101,7 +100,6 @@ def goal_of(
     Args:
         loss_cache: of the search.
         settings: with one target, or none and a number of blocks.
-        blocks: that number.
         timed: gives the gain of each kind of block in time, by `measured`, and the share of the processor that other
             programs used meanwhile.
 
@@ -112,7 +110,7 @@ def goal_of(
     anatomy = loss_cache.scorer.anatomy
     target = settings.target
     if target is None:
-        return count_goal(costs, blocks or 0)
+        return count_goal(costs, min(settings.num_blocks or 0, len(costs.able)))
     notes: dict[str, Any] = {}
     if target == "target_bytes":
         total = sum(weight.nbytes for weight in dict.fromkeys(anatomy.model.parameters()))
@@ -142,8 +140,8 @@ def goal_of(
             else f"{1 - largest_gain:.2f}"
         )
         raise loss_cache.refused(
-            f"{target} {stated:g} is out of reach: without any of its {len(gains)} candidates the model would be at "
-            f"{reach}. Set a nearer target, another granularity, or keep fewer layers."
+            f"{settings.option(target)} {stated:g} is out of reach: without any of its {len(gains)} candidates the "
+            f"model would be at {reach}. Set a nearer target, another granularity, or keep fewer layers."
         )
     return Goal(target, gains, needed, notes=notes)
 

@@ -50,6 +50,7 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.checkpoint_folder import check_free, check_target
 from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf.scalars import ROLES
 from fulldepth.settings import layer as layered
 from fulldepth.settings.heal import HealSettings
 from fulldepth.settings.keywords import takes_settings
@@ -63,7 +64,6 @@ from fulldepth.skip.fit import make_batches
 from fulldepth.skip.plan import UNHEALED, Plan, decided, listed_rows, row_of
 from fulldepth.skip.problem import read_data
 
-ROLES = ("attention", "mlp")
 STRENGTHS = (100.0, 30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
 """Multiples for lambda."""
 READINGS = (LOSS, DIVERGENCE, AGREEMENT)

@@ -21,7 +21,7 @@ from fulldepth.data.examples import Examples
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import Anatomy
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.hf.scalars import FACTORS, Block, blocks_of, factor_names
+from fulldepth.hf.scalars import FACTORS, ROLES, Block, blocks_of, factor_names
 from fulldepth.settings import Settings, layer
 from fulldepth.settings.search import BlockName, Criterion, Granularity, Method
 
@@ -205,7 +205,7 @@ class Plan(Settings):
     @property
     def what(self) -> str:
         """Removed blocks in words: `the attention of layers 3, 7 and the mlp of layer 12`."""
-        attention, mlp = ({*self.lacking(part)} for part in ("attention", "mlp"))
+        attention, mlp = ({*self.lacking(part)} for part in ROLES)
         groups = {"": attention & mlp, "the attention of ": attention - mlp, "the mlp of ": mlp - attention}
         return " and ".join(
             f"{part}layer{'s' * (len(layers) > 1)} {', '.join(map(str, sorted(layers)))}"

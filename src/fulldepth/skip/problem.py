@@ -50,8 +50,6 @@ class SearchProblem:
     examples: Examples
     chunks: list[Chunk]
     settings: SearchSettings
-    blocks: int | None
-    """To remove; None = until the target."""
 
     @property
     def batches(self) -> list[ScoredBatch]:
@@ -133,7 +131,7 @@ def prepared(
         raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
     with evaluating(owner):
         guess = check_task(find_anatomy(owner))
-        blocks = _num_blocks(settings, guess.num_layers)
+        check_target(settings, guess.num_layers)
         data = read_data(checkpoint, guess, data, settings, tokenizer=tokenizer, heldout=heldout)
         chunks = split(data, settings)
         anatomy, classifier = prove(owner, chunks[0][0].inputs)
@@ -143,15 +141,21 @@ def prepared(
             able = scorer.costs.able
             if given := sorted(frozenset().union(*picks_of(settings.given or (), kind)) - {*able}):
                 raise FulldepthError(f"There is no {given[0].part} of layer {given[0].layer} to remove.")
-            if not able or ((blocks or 0) > len(able) and not isinstance(settings, CurveSettings)):
-                raise FulldepthError(f"Cannot remove {blocks or 'any'} blocks: {len(able)} can be removed ({kind}).")
-            blocks = blocks and min(blocks, len(able))
+            named = "block" if kind == "any" else kind if kind == "layer" else f"{kind} block"
+            if not able:
+                outside = " outside the layers to keep" if settings.keep else ""
+                raise FulldepthError(f"This model has no {named}{outside} that can be removed.")
+            if (settings.num_blocks or 0) > len(able) and not isinstance(settings, CurveSettings):
+                raise FulldepthError(
+                    f"Cannot remove {settings.num_blocks} blocks: this model has {len(able)} {named}s that can be "
+                    "removed."
+                )
             if settings.fit or settings.criterion == SCALED or settings.search == "taylor":
                 if settings.search != "taylor" or settings.fit:
                     check_fit(data.train)
                 switches.scalars = Scalars(anatomy.num_layers, (), kind)  # refused before the search
                 scorer.plain()
-            yield SearchProblem(checkpoint, hashed, scorer, data, chunks, settings, blocks)
+            yield SearchProblem(checkpoint, hashed, scorer, data, chunks, settings)
 
 
 def read_data(
@@ -197,23 +201,17 @@ def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:
     return [make_batches([heldout[i] for i in part], settings.batch_size) for part in np.array_split(order, count)]
 
 
-def _num_blocks(settings: SearchSettings, depth: int) -> int | None:
-    """k, checked before data are read; None with a target.
+def check_target(settings: SearchSettings, depth: int) -> None:
+    """Check before data are read that the settings say how much to remove, and name layers that a model can have.
 
     Raises:
-        FulldepthError: if the settings do not say how many, or the model has no such layers.
+        FulldepthError: if they do not.
     """
-    given = settings.given
-    blocks = settings.blocks if given is None else len(given)
     if beyond := [layer for layer in settings.keep if layer > depth]:
         raise FulldepthError(f"There is no layer {beyond[0]} to keep; this model has the layers 1 to {depth}.")
-    if settings.target is None and not blocks:
+    if settings.target is None and not settings.num_blocks:
         raise FulldepthError(
-            "How much to remove? Set blocks, a target (target_speedup, target_bytes, target_cache, max_loss), or name "
-            "the layers in given."
+            "How much to remove? Set --blocks or a target (--target-speedup, --target-bytes, --target-cache, "
+            "--max-loss), or name the blocks with --given."
         )
-    if given is not None:
-        picks_of(given, settings.granularity)
-        if settings.blocks not in (None, blocks):
-            raise FulldepthError(f"{blocks} layers are given, but blocks is {settings.blocks}.")
-    return blocks
+    picks_of(settings.given or (), settings.granularity)

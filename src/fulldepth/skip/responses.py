@@ -25,8 +25,8 @@ from fulldepth.data.tokens import decode_ids
 from fulldepth.hf import device_of, evaluating
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
+from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import Length, Seed
-from fulldepth.settings.search import EffectiveSettings
 from fulldepth.skip.plan import differences
 
 FILE = "responses.jsonl"
@@ -34,10 +34,11 @@ NOTES = "responses.json"
 """File that describes how the responses beside it were generated."""
 
 
-class Sampling(EffectiveSettings):
+class Sampling(Settings):
     """Settings of a generation."""
 
-    belongs: ClassVar = {"generate_responses": ("temperature", "max_new_tokens")}
+    options: ClassVar = {"Data": ("temperature", "max_new_tokens")}
+    applies: ClassVar = (Applies(("temperature", "max_new_tokens"), {"generate_responses": SET}),)
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """0 = greedy."""

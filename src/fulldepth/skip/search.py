@@ -53,11 +53,10 @@ class StoredFit(Settings):
     train_losses: list[FiniteFloat]
 
 
-@takes_settings(SearchSettings)
+@takes_settings(SearchSettings, positional={"blocks": 2})
 def search(
     model: str | Path | PreTrainedModel,
     data: Any,
-    blocks: int | None = None,
     *,
     settings: SearchSettings,
     watcher: Watcher,
@@ -75,7 +74,6 @@ def search(
         model: checkpoint folder, Hub name, or a loaded model (unchanged on return).
         data: any data that `read_examples` reads (pairs, chats, plain text, `corpus:builtin`), or `Examples`; with
             `responses`, rows with prompts to respond to.
-        blocks: k, the number to remove; None = the number of layers in `given`.
         settings: fields of `SearchSettings` as keywords, or an instance.
         watcher: receives progress and messages.
         tokenizer: required for a loaded model, unless data are `Examples`; None = the one saved with the checkpoint.
@@ -93,8 +91,8 @@ def search(
     folder = None if output is None else Path(output)
     if responses is not None and (responses < 1 or folder is None):
         raise FulldepthError(f"Responses need an output folder and a number of at least 1, got {responses}.")
-    drawn = settings.model_dump(include={"seed", "batch_size"})
-    sampling = layer(Sampling, {"temperature": temperature, "max_new_tokens": max_new_tokens, **drawn})
+    drawn = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+    sampling = layer(Sampling, {**drawn, "seed": settings.seed, "batch_size": settings.batch_size})
     sampling.check_effect(generate_responses=responses)
     with processes() as process, process.holding(folder):
         if folder is not None:
@@ -173,7 +171,7 @@ def search_with(
         return shares, used
 
     say_costs(problem, watcher)
-    goal = goal_of(loss_cache, settings, problem.blocks, timed)
+    goal = goal_of(loss_cache, settings, timed)
     rounds, exchanges = list[Round](), list[dict[str, Any]]()
     if settings.search in ("greedy", "exact"):
         seconds = math.inf if settings.budget is None else seconds_of(settings.budget)
@@ -304,20 +302,21 @@ def say_costs(problem: SearchProblem, watcher: Watcher) -> None:
 
     The cost is the most forward passes without exchanges; each runs one variant on one batch.
     """
-    costs, search, kind = problem.scorer.costs, problem.settings.search, type(problem.checkpoint.model).__name__
+    costs, settings, kind = problem.scorer.costs, problem.settings, type(problem.checkpoint.model).__name__
     if costs.zeroes:
         watcher.say(
             f"In a {kind} removed branches are set to zero: {problem.scorer.anatomy.not_serial}. The plan can be "
             "exported as folded only, which saves no time and no memory."
         )
     if costs.whole_passes:
-        candidates, removals = len(costs.candidates(BASE)), problem.blocks or len(costs.able)
-        rounds = {"greedy": removals, "exact": removals, "one-shot": 1}.get(search, 0)
+        candidates = len(costs.candidates(BASE))
+        removals = min(settings.num_blocks or len(costs.able), len(costs.able))
+        rounds = {"greedy": removals, "exact": removals, "one-shot": 1}.get(settings.search, 0)
         scored = sum(candidates - removed for removed in range(rounds))
         watcher.say(
             f"The layers of a {kind} cannot be run one by one: every variant takes a forward pass of its own, at most "
             f"{len(problem.batches) * (scored + removals + 1):,} passes over batches of up to "
-            f"{problem.settings.batch_size} sequences."
+            f"{settings.batch_size} sequences."
         )
 
 

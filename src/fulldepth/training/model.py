@@ -57,6 +57,7 @@ from fulldepth.hf import (
 from fulldepth.hf.asked_outputs import make_plain
 from fulldepth.hf.exit_heads import output_layer
 from fulldepth.hf.promises import withdraw_promises
+from fulldepth.hf.scalars import ROLES
 from fulldepth.hf.tying import UNTIED, state_untied, stores_apart
 from fulldepth.losses import use_detection_loss
 from fulldepth.settings.train import ModelSettings, TrainSettings
@@ -443,7 +444,7 @@ def _keep_removed(model: PreTrainedModel, checkpoint: str) -> None:
     if not isinstance(document, dict) or document.get("format") != "folded":
         return
     anatomy = find_anatomy(model)
-    branches = product(range(1, anatomy.num_layers + 1), ("attention", "mlp"))
+    branches = product(range(1, anatomy.num_layers + 1), ROLES)
     for weights in find_output_weights(anatomy, branches, sample_inputs(anatomy)["input_ids"]).values():
         own = [weights.branch.get_parameter(name) for name in weights.names]
         if all((weight == -weights.offset).all() for weight in own):

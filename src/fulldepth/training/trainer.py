@@ -112,7 +112,9 @@ def training_arguments(settings: TrainSettings, folder: Path) -> Any:
             f"min_learning_rate ({settings.min_learning_rate}) is above learning_rate ({settings.learning_rate})."
         )
     if settings.min_learning_rate and settings.schedule != "cosine":
-        raise FulldepthError(f"min_learning_rate belongs to the cosine schedule, not to {settings.schedule}.")
+        raise FulldepthError(
+            f"min_learning_rate has no effect with schedule: {settings.schedule}; it applies to cosine."
+        )
     installed = get_available_reporting_integrations()
     for name in settings.report_to:
         if name not in (*installed, "all", "none"):

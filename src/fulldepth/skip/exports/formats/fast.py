@@ -12,6 +12,7 @@ from fulldepth.architectures import SKIPPED
 from fulldepth.core.errors import FulldepthError
 from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import Anatomy
+from fulldepth.hf.scalars import ROLES
 from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
 from fulldepth.skip.exports.formats.format import Format, code_note
@@ -22,7 +23,7 @@ class Fast(Format):
     """A checkpoint of a class without the skipped parts, and the code that transformers needs to load it."""
 
     name = "fast"
-    granularities = ("attention", "mlp", "any")
+    granularities = (*ROLES, "any")
     reader = "carried"
     text_only = True
 
@@ -59,7 +60,7 @@ class Fast(Format):
         family = draft.model.config.model_type
         kind: Any = SKIPPED[family]
         in_config = self.keeps_scalars(draft.model) and heals(draft.plan)
-        attention, mlp = (draft.plan.lacking(part) for part in ("attention", "mlp"))
+        attention, mlp = (draft.plan.lacking(part) for part in ROLES)
         config = kind.config_class(
             **plain_values(draft.model.config),
             skipped_attention=attention,

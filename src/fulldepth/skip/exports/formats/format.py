@@ -16,6 +16,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import Anatomy, cut_config, first_layers, is_offloaded, without_layers
+from fulldepth.hf.scalars import GRANULARITIES, ROLES
 from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, carries_code, save
 from fulldepth.skip.plan import Plan
@@ -75,7 +76,7 @@ class Format(ABC):
         """Bytes of the weights that an export holds at least."""
         removed = [
             part
-            for role in ("attention", "mlp")
+            for role in ROLES
             for layer in plan.lacking(role)
             if not self.keeps_removed and (part := anatomy.part(layer, role)) is not None
         ]
@@ -105,7 +106,7 @@ class Folded(Format):
     """Checkpoint of the same class with folded weights; skipped branches have output weights of zero."""
 
     name = "folded"
-    granularities = ("attention", "mlp", "layer", "any")
+    granularities = GRANULARITIES
     keeps_class = True
 
     def write(self, draft: Draft) -> list[str]:

@@ -30,6 +30,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from fulldepth.core.errors import FulldepthError, names_of
 from fulldepth.hf import Anatomy, device_of, load_checkpoint
 from fulldepth.hf.gguf import SCALED_BY_WIDTH, Header, find_gguf, load_gguf_config, packaged, read_header
+from fulldepth.hf.scalars import GRANULARITIES, ROLES
 from fulldepth.skip.exports.formats.checkpoint import Draft, Weight
 from fulldepth.skip.exports.formats.format import Format
 from fulldepth.skip.plan import Plan
@@ -52,7 +53,7 @@ class Gguf(Format):
     """A GGUF file made from the one that the model was loaded from."""
 
     name = "gguf"
-    granularities = ("attention", "mlp", "layer", "any")
+    granularities = GRANULARITIES
     precision = torch.bfloat16
     """llama.cpp rounds the inputs of products with quantised weights to 8 bits."""
     keeps_removed = False
@@ -90,7 +91,7 @@ class Gguf(Format):
 
     def write(self, draft: Draft) -> list[str]:
         """Write the file."""
-        attention, mlp = (draft.plan.lacking(part) for part in ("attention", "mlp"))
+        attention, mlp = (draft.plan.lacking(part) for part in ROLES)
         source = source_of(draft.model)
         notes, stored = write_gguf(source, draft.folder, attention, mlp, draft.weights(), draft.gguf_type)
         draft.stored.update(stored)
