@@ -18,10 +18,10 @@ from fulldepth.data.batches import in_batches
 from fulldepth.execution.decoding import ExitRule
 from fulldepth.execution.latency import OtherLoad, now, order
 from fulldepth.execution.layer_runner import LayerRunner
-from fulldepth.execution.subject import small_batch
-from fulldepth.exit.readings import Exit, Readings
-from fulldepth.exit.subject import ExitSubject
+from fulldepth.exit.readings import Exit, Readings, batch_size_of
 from fulldepth.settings.exit import ExitSettings
+from fulldepth.subject import Subject
+from fulldepth.subject.open import small_batch
 
 MOST_CHANGED, IN_HALF = 0.01, 0.05
 """Largest share of samples that may leave elsewhere than in the one pass (rounding near the threshold); in half
@@ -81,7 +81,7 @@ class EarlyExit:
         subject: the model, with data for the check of its layers.
     """
 
-    def __init__(self, subject: ExitSubject) -> None:
+    def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self._runner = LayerRunner(subject.anatomy, subject.inputs(small_batch(subject.sequences).inputs))
 
@@ -124,7 +124,7 @@ class EarlyExit:
 
 @torch.no_grad()
 def timed(
-    subject: ExitSubject, exits: Mapping[Exit, Tensor], readings: Readings, settings: ExitSettings, watcher: Watcher
+    subject: Subject, exits: Mapping[Exit, Tensor], readings: Readings, settings: ExitSettings, watcher: Watcher
 ) -> tuple[dict[Exit, SpeedUp], float]:
     """Time early exit against the model's own forward pass, batch by batch and in changing order.
 
@@ -144,12 +144,13 @@ def timed(
     Raises:
         FulldepthError: if samples leave elsewhere than in the one pass that gave the readings.
     """
-    early, load, model = EarlyExit(subject), OtherLoad(), subject.checkpoint.model
+    early, load, model = EarlyExit(subject), OtherLoad(), subject.model
+    batch_size = batch_size_of(subject, settings)
     place = {int(sequence): row for row, sequence in enumerate(readings.sequence)}
     # full batches of the samples that were read
-    groups = [[index for index in group if index in place] for group in subject.sequences.groups(subject.batch_size)]
+    groups = [[index for index in group if index in place] for group in subject.sequences.groups(batch_size)]
     if subject.sequences.batching == "padded":
-        groups = in_batches([index for group in groups for index in group], subject.batch_size)
+        groups = in_batches([index for group in groups for index in group], batch_size)
     groups, rounds = [group for group in groups if group], settings.repeats
     watcher.begin("Timing early exit", rounds * len(groups))
     seconds = [[0.0] * rounds for _ in range(1 + len(exits))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -17,14 +17,13 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.execution.decoding import Decoder, Generation
 from fulldepth.execution.latency import OtherLoad, machine, order
-from fulldepth.exit.readings import Exit, Readings, calibrated, no_advice, read, splits
+from fulldepth.exit.readings import Exit, Readings, batch_size_of, calibrated, no_advice, read, splits
 from fulldepth.exit.served import SpeedUp, timed
-from fulldepth.exit.subject import ExitSubject, open_checkpoint, prepare_subject
-from fulldepth.hf import evaluating, unwrapped
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.results import Finding, Results, claimed, finite, provenance, tabulate
 from fulldepth.settings.exit import ExitSettings
 from fulldepth.settings.keywords import takes_settings
+from fulldepth.subject import Subject, stated_depth
 
 MOST_GENERATED = 3
 """Thresholds of each rule with which text is generated beside the sweep of a language model."""
@@ -119,10 +118,12 @@ def sweep(
             model's layers cannot be run one by one, or the folder holds other results.
     """
     start = perf_counter()
-    if isinstance(model, torch.nn.Module):
-        model = unwrapped(model)
-    with claimed(output, overwrite), evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext():
-        subject = prepare_subject(open_checkpoint(model, settings), data, settings, tokenizer)
+    with ExitStack() as held:
+        held.enter_context(claimed(output, overwrite))
+        _check_min_layer(settings, stated_depth(model, settings))  # before weights are loaded
+        needs = {"head", "targets"}
+        subject = held.enter_context(Subject.open(model, data, settings, needs=needs, tokenizer=tokenizer))
+        _check_min_layer(settings, subject.anatomy.num_layers)
         for warning in subject.warnings:
             watcher.say(warning)
         loaded = perf_counter()
@@ -130,7 +131,7 @@ def sweep(
         read_at = perf_counter()
         rows, parts = _rows(readings, settings)
         report, seconds = parts["report"], None
-        if subject.classifies and settings.repeats:
+        if subject.anatomy.classifies and settings.repeats:
             exits = {row.exit: row.layers for row in rows if row.split == "report"}
             speedups, seconds = timed(subject, exits, report, settings, watcher)
             rows = [replace(row, speedup=speedups[row.exit]) if row.split == "report" else row for row in rows]
@@ -139,7 +140,7 @@ def sweep(
             **provenance("exit", settings.model_dump(), seed=settings.seed, machine=machine(subject.device)),
             "model": subject.verified.describe(subject.checkpoint),
             "data": subject.sequences.describe() | {"samples": {name: len(p.sequence) for name, p in parts.items()}},
-            "batch_size": subject.batch_size,
+            "batch_size": batch_size_of(subject, settings),
             "full": {
                 **_stated({name: full[name] for name in ("accuracy", "loss")}),
                 "seconds": seconds,
@@ -157,6 +158,12 @@ def sweep(
         if output is not None:
             results.save(output, watcher=watcher)
     return results
+
+
+def _check_min_layer(settings: ExitSettings, depth: int | None) -> None:
+    """Refuse a `min_layer` beyond the model's layers; a depth of None is not known."""
+    if depth is not None and settings.min_layer > depth:
+        raise FulldepthError(f"min_layer is {settings.min_layer}, but the model has {depth} layers.")
 
 
 def _rows(readings: Readings, settings: ExitSettings) -> tuple[list[ExitRow], dict[str, Readings]]:
@@ -196,9 +203,7 @@ def _stated(scores: Mapping[str, Mean]) -> dict[str, float | None]:
     }
 
 
-def _generated(
-    subject: ExitSubject, rows: Sequence[ExitRow], settings: ExitSettings, watcher: Watcher
-) -> dict[str, Any]:
+def _generated(subject: Subject, rows: Sequence[ExitRow], settings: ExitSettings, watcher: Watcher) -> dict[str, Any]:
     """The entry `generation`, or a warning if the decoder cannot be run token by token; empty if not asked for.
 
     Of each rule at most `MOST_GENERATED` thresholds below 1: the one for the target accuracy, and the highest.
@@ -220,7 +225,7 @@ def _generated(
 
 
 def generation_rows(
-    subject: ExitSubject, exits: Sequence[Exit], settings: ExitSettings, watcher: Watcher
+    subject: Subject, exits: Sequence[Exit], settings: ExitSettings, watcher: Watcher
 ) -> list[dict[str, Any]]:
     """One entry of `generation` in `results.json` for every rule and threshold.
 
@@ -231,7 +236,7 @@ def generation_rows(
     Raises:
         FulldepthError: if the model cannot be decoded layer by layer.
     """
-    decoder, limit = Decoder(subject.checkpoint.model), subject.anatomy.max_positions
+    decoder, limit = Decoder(subject.model), subject.anatomy.max_positions
     batch = subject.sequences.collate(range(min(settings.prompts, len(subject.sequences))))
     width = int(batch.inputs["attention_mask"].sum(1).min()) // 2
     width = max(1, width if limit is None else min(width, limit - settings.max_new_tokens))
@@ -268,9 +273,7 @@ def generation_rows(
     return entries
 
 
-def _headline(
-    subject: ExitSubject, readings: Readings, rows: Sequence[ExitRow], settings: ExitSettings
-) -> dict[str, Any]:
+def _headline(subject: Subject, readings: Readings, rows: Sequence[ExitRow], settings: ExitSettings) -> dict[str, Any]:
     """The findings: depth that the accuracy needs, the chosen thresholds or the best of those given, and its speed."""
     full, findings = readings.full, {}
     if reason := no_advice(subject, readings):
@@ -309,9 +312,9 @@ def _headline(
     return {name: finding.document() for name, finding in findings.items()}
 
 
-def _did(subject: ExitSubject, row: ExitRow, lead: str, tolerance: float = 0.0) -> str:
+def _did(subject: Subject, row: ExitRow, lead: str, tolerance: float = 0.0) -> str:
     """What a threshold costs and saves."""
-    layers, what = row.exit.num_layers, "samples" if subject.classifies else "tokens"
+    layers, what = row.exit.num_layers, "samples" if subject.anatomy.classifies else "tokens"
     return (
         f"{lead}. {drop_sentence(row.scores['drop'], tolerance)}, to {row.scores['accuracy'].value:.1%}; "
         f"{row.scores['agreement'].value:.1%} of the full model's predictions; {what} leave after "
@@ -324,10 +327,10 @@ def _named(row: ExitRow) -> str:
     return "theoretical_speedup" if row.speedup is None else "speedup"
 
 
-def _speedup(subject: ExitSubject, row: ExitRow) -> Finding:
+def _speedup(subject: Subject, row: ExitRow) -> Finding:
     """The measured speed-up, or the counted one where nothing was timed."""
     if row.speedup is None:
-        bound = "" if subject.classifies else ", if later tokens needed none of the layers that were left out"
+        bound = "" if subject.anatomy.classifies else ", if later tokens needed none of the layers that were left out"
         return Finding(row.theory, "1", f"Counted, not timed: {row.theory:.2f} times fewer layers{bound}.")
     if row.speedup.verdict != "differs":
         return Finding(None, "1", row.speedup.sentence())
