@@ -25,7 +25,7 @@ from fulldepth.data.drawing import block_clusters, draw_windows
 from fulldepth.data.opening import PIECES, open_data, sampled_texts
 from fulldepth.evaluation.embedding import Embedder
 from fulldepth.evaluation.harness import Answers, LayerReader
-from fulldepth.evaluation.subject import EvaluationSubject
+from fulldepth.evaluation.model import EvaluatedModel
 from fulldepth.hf.truncation import truncated
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.results import Finding
@@ -40,7 +40,7 @@ class Quality:
     """Measures the quality of generated text of one model.
 
     Args:
-        subject: the model.
+        model: with the blocks of its plan skipped.
         settings: with `generation_quality`, the text data.
 
     Raises:
@@ -48,17 +48,17 @@ class Quality:
             skipped in place, or the embedder embeds no texts.
     """
 
-    def __init__(self, subject: EvaluationSubject, settings: EvaluateSettings) -> None:
-        self.subject, self.settings = subject, settings
-        depth = subject.num_layers
+    def __init__(self, model: EvaluatedModel, settings: EvaluateSettings) -> None:
+        self.subject, self.identity, self.settings = model.subject, model.identity, settings
+        depth = model.num_layers
         quarters = [max(1, round(depth * part / 4)) for part in (1, 2, 3)]
-        self.layers = parse_layers(settings.exit_layers, depth, [] if subject.plan else quarters)
+        self.layers = parse_layers(settings.exit_layers, depth, [] if model.plan else quarters)
         if len(self.layers) > 1:
-            subject.check_can_be_cut()
+            model.check_can_be_cut()
         self.windows, self.clusters = self._windows()
         self.embedder: Embedder | None = None
         if settings.embedder is not None:
-            device = subject.model.device
+            device = model.subject.model.device
             self.embedder = Embedder(settings.embedder, device, trust_remote_code=settings.trust_remote_code)
         # what the numbers depend on beside settings and model
         self.content: list[Any] = [self.windows.tolist(), self.embedder and self.embedder.identity]
@@ -105,7 +105,7 @@ class Quality:
         """
         names = {"generation_quality", "exit_layers", "batch_size", "seed", *QUALITY}
         identity = {
-            **self.subject.identity,
+            **self.identity,
             "content": self.content,
             **self.settings.model_dump(include=names),
         }
@@ -128,7 +128,7 @@ class Quality:
     @torch.no_grad()
     def _data_rows(self) -> list[Row]:
         """Accuracy and perplexity of the data's next tokens at every exit layer, one pass a batch."""
-        depth = self.subject.num_layers
+        depth = self.subject.anatomy.num_layers
         layers = parse_layers(self.settings.exit_layers, depth, list(range(1, depth + 1)))
         reader = LayerReader(self.subject.anatomy, self.subject.classifier, layers)
         values, hits = [], []
@@ -169,7 +169,7 @@ class Quality:
     def _generated(self, layer: int) -> tuple[list[str], list[float]]:
         """Continuations of all prefixes, and the log-probabilities of their tokens under the whole model."""
         subject, start = self.subject, self.settings.prefix_tokens
-        model = subject.model if layer == subject.num_layers else truncated(subject.anatomy, layer)
+        model = subject.model if layer == subject.anatomy.num_layers else truncated(subject.anatomy, layer)
         texts: list[str] = []
         likelihoods: list[float] = []
         device = subject.model.device
