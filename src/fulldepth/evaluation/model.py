@@ -45,7 +45,8 @@ class EvaluatedModel:
             "version": __version__,
         }
         subject.tokenizer = copy.deepcopy(subject.tokenizer)
-        anatomy, scalars = subject.verified.anatomy, None
+        anatomy = subject.verified.anatomy
+        scalars = None
         if plan is not None and plan.healed_loss is not None:
             scalars = Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(subject.device)
         with nullcontext() if plan is None else skipping(anatomy, plan.removed, plan.granularity, scalars):

@@ -127,7 +127,8 @@ def _scored(
     parse_layers(settings.exit_layers, model.num_layers, [])
     written = [] if quality is None else quality.score(None if folder is None else folder / ANSWERS, watcher)
     scored = score_tasks(model, tasks, settings, folder, watcher)
-    subject, plan = model.subject, model.plan
+    subject = model.subject
+    plan = model.plan
     skipped = plan and {
         "granularity": plan.granularity,
         "blocks": sorted(plan.blocks, key=str),

@@ -369,9 +369,3 @@ def check_language(model: PreTrainedModel, task: str) -> None:
             f"{one_line(type(model).__name__, 100)} is no causal language model: it does not predict the next token at "
             "every position."
         )
-
-
-def check_task(anatomy: Anatomy) -> Anatomy:
-    """Return the anatomy if its model is a causal language model."""
-    check_language(anatomy.model, anatomy.task)
-    return anatomy

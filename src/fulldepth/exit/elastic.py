@@ -151,10 +151,12 @@ def _export(
     reason: str,
 ) -> LayersExport:
     """Write the checkpoint of a model that was cut, and verify it."""
-    checkpoint, anatomy = subject.checkpoint, subject.anatomy
+    checkpoint = subject.checkpoint
+    anatomy = subject.anatomy
     make_plain(cut.config)
     withdrawn = withdraw_promises(cut.config, cut.state_dict())
-    stock, notes = type(cut).__module__.startswith("transformers."), [reason, *withdrawn, *checkpoint.warnings]
+    stock = type(cut).__module__.startswith("transformers.")
+    notes = [reason, *withdrawn, *checkpoint.warnings]
     check_free(target, size_of(cut))
     with folder_to_be(target) as folder:
         with generation_settings(cut, folder), silent():
@@ -175,7 +177,8 @@ def _export(
             )
             publish_older_tokenizer(folder)
         strip_foreign_code(folder, carries_code=not stock)
-        error, parameters = _prove(folder, anatomy, cut, "stock" if stock else "carried"), count_parameters(folder)
+        error = _prove(folder, anatomy, cut, "stock" if stock else "carried")
+        parameters = count_parameters(folder)
         layers = replace(anatomy, model=cut).num_layers
         report = LayersExport(target, layers, anatomy.num_layers, parameters, 0, error, tuple(notes))
         _card(subject, report).write(folder)
@@ -195,7 +198,8 @@ def _choose(
     Raises:
         FulldepthError: if it is out of range, or nothing is advised.
     """
-    num_layers, share = subject.anatomy.num_layers, 1 - (settings.effective_depth or 0)
+    num_layers = subject.anatomy.num_layers
+    share = 1 - (settings.effective_depth or 0)
     if (layers := settings.layers) is not None:
         if layers > num_layers:
             raise FulldepthError(f"{subject.kind} has {num_layers} layers, so its first {layers} cannot be exported.")
@@ -245,7 +249,8 @@ def _prove(folder: Path, anatomy: Anatomy, cut: PreTrainedModel, reader: str) ->
 
 def _card(subject: Subject, report: LayersExport) -> ModelCard:
     """The model card."""
-    name, kind = one_line(subject.checkpoint.name, 200), type(subject.model).__name__
+    name = one_line(subject.checkpoint.name, 200)
+    kind = type(subject.model).__name__
     own = exit_heads_of(subject.model).get(report.layers)
     head = "its head" if own is None else f"layer {report.layers}'s own head"
     layers = f"first {report.layers} of {report.num_layers} layers"

@@ -23,7 +23,8 @@ from fulldepth.settings.exit import ExitSettings
 from fulldepth.subject import Subject
 from fulldepth.subject.open import small_batch
 
-MOST_CHANGED, IN_HALF = 0.01, 0.05
+MOST_CHANGED = 0.01
+IN_HALF = 0.05
 """Largest share of samples that may leave elsewhere than in the one pass (rounding near the threshold); in half
 precision."""
 
@@ -93,17 +94,22 @@ class EarlyExit:
             inputs: a batch on the model's device.
             exit: when to leave.
         """
-        runner, anatomy, last = self._runner, self.subject.anatomy, exit.num_layers
-        states, rule = runner.begin(inputs), ExitRule(exit.rule, exit.threshold, last)
+        runner = self._runner
+        anatomy = self.subject.anatomy
+        last = exit.num_layers
+        states = runner.begin(inputs)
+        rule = ExitRule(exit.rule, exit.threshold, last)
         first = last if exit.threshold >= 1 else exit.min_layer
         rows = torch.arange(len(next(iter(inputs.values()))), device=states.device)
-        left, answers = torch.full_like(rows, last), torch.empty(0)
+        left = torch.full_like(rows, last)
+        answers = torch.empty(0)
         for layer in range(1, last + 1):
             output = runner.run(layer, states)
             states = anatomy.handed_on(output)
             if layer < first:
                 continue
-            stream, classifier = anatomy.stream(output), self.subject.classifier  # [N, T, D]
+            stream = anatomy.stream(output)
+            classifier = self.subject.classifier  # [N, T, D]
             every = torch.ones(stream.shape[:2], dtype=torch.bool, device=stream.device)
             mask = inputs.get("attention_mask", every)
             logits = classifier.at(layer).sequences(stream, classifier.sample_mask(inputs, mask))
@@ -144,7 +150,9 @@ def timed(
     Raises:
         FulldepthError: if samples leave elsewhere than in the one pass that gave the readings.
     """
-    early, load, model = EarlyExit(subject), OtherLoad(), subject.model
+    early = EarlyExit(subject)
+    load = OtherLoad()
+    model = subject.model
     batch_size = batch_size_of(subject, settings)
     place = {int(sequence): row for row, sequence in enumerate(readings.sequence)}
     # full batches of the samples that were read

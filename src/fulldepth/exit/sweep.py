@@ -130,12 +130,14 @@ def sweep(
         readings = read(subject, settings.rule, settings, watcher)
         read_at = perf_counter()
         rows, parts = _rows(readings, settings)
-        report, seconds = parts["report"], None
+        report = parts["report"]
+        seconds = None
         if subject.anatomy.classifies and settings.repeats:
             exits = {row.exit: row.layers for row in rows if row.split == "report"}
             speedups, seconds = timed(subject, exits, report, settings, watcher)
             rows = [replace(row, speedup=speedups[row.exit]) if row.split == "report" else row for row in rows]
-        full, decoder = report.scores(report.all_at(report.num_layers)), subject.anatomy.task == "causal-lm"
+        full = report.scores(report.all_at(report.num_layers))
+        decoder = subject.anatomy.task == "causal-lm"
         content = {
             **provenance("exit", settings.model_dump(), seed=settings.seed, machine=machine(subject.device)),
             "model": subject.verified.describe(subject.checkpoint),
@@ -168,7 +170,8 @@ def _check_min_layer(settings: ExitSettings, depth: int | None) -> None:
 
 def _rows(readings: Readings, settings: ExitSettings) -> tuple[list[ExitRow], dict[str, Readings]]:
     """Every rule with every threshold, and the calibrated ones; on both parts where a threshold is chosen."""
-    target, parts = settings.target_accuracy_drop, {"report": readings}
+    target = settings.target_accuracy_drop
+    parts = {"report": readings}
     if target is not None:
         parts = splits(readings, settings.calibration_share, settings.seed)
     rows = []
@@ -236,13 +239,15 @@ def generation_rows(
     Raises:
         FulldepthError: if the model cannot be decoded layer by layer.
     """
-    decoder, limit = Decoder(subject.model), subject.anatomy.max_positions
+    decoder = Decoder(subject.model)
+    limit = subject.anatomy.max_positions
     batch = subject.sequences.collate(range(min(settings.prompts, len(subject.sequences))))
     width = int(batch.inputs["attention_mask"].sum(1).min()) // 2
     width = max(1, width if limit is None else min(width, limit - settings.max_new_tokens))
     prompts = batch.inputs["input_ids"][:, :width].to(subject.device)
     runs: list[dict[str, Any]] = [{}, *(exit.options for exit in exits)]  # run 0 is plain
-    rounds, load = max(1, settings.repeats), OtherLoad()
+    rounds = max(1, settings.repeats)
+    load = OtherLoad()
     watcher.begin("Generating with early exit", rounds * len(runs))
     made: dict[int, Generation] = {}
     seconds: list[list[float]] = [[] for _ in runs]
@@ -258,10 +263,12 @@ def generation_rows(
             )
             seconds[run].append(made[run].stats.seconds)
             watcher.advance(1)
-    share, plain = load.share(), made[0].sequences[:, width:]
+    share = load.share()
+    plain = made[0].sequences[:, width:]
     entries = []
     for run, options in enumerate(runs[1:], start=1):
-        stats, speedup = made[run].stats, SpeedUp.of(seconds[0], seconds[run], share) if settings.repeats else None
+        stats = made[run].stats
+        speedup = SpeedUp.of(seconds[0], seconds[run], share) if settings.repeats else None
         entry = {
             "exits": stats.exits,
             "tokens": stats.tokens,
@@ -275,7 +282,8 @@ def generation_rows(
 
 def _headline(subject: Subject, readings: Readings, rows: Sequence[ExitRow], settings: ExitSettings) -> dict[str, Any]:
     """The findings: depth that the accuracy needs, the chosen thresholds or the best of those given, and its speed."""
-    full, findings = readings.full, {}
+    full = readings.full
+    findings = {}
     if reason := no_advice(subject, readings):
         return {"accuracy": Finding(full.value, "1", reason, standard_error=full.error).document()}
     plain, low, depth = readings.depth(1 - RELATIVE)
@@ -289,11 +297,14 @@ def _headline(subject: Subject, readings: Readings, rows: Sequence[ExitRow], set
     estimate = f" By the estimates alone layer {plain} does." if plain != depth else ""
     sentence += f"{estimate} 95 % interval: layers {low} to {depth}."
     findings["effective_depth"] = Finding(depth, "layers", sentence)
-    report, target = [row for row in rows if row.split == "report"], settings.target_accuracy_drop
-    below, chosen = [row for row in report if row.exit.threshold < 1], [row for row in report if row.calibrated]
+    report = [row for row in rows if row.split == "report"]
+    target = settings.target_accuracy_drop
+    below = [row for row in report if row.exit.threshold < 1]
+    chosen = [row for row in report if row.calibrated]
     for row in chosen:
         suffix = "" if len(chosen) == 1 else f"_{row.exit.rule}"
-        rule, points = row.exit.rule, f"{100 * (target or 0):g} points"
+        rule = row.exit.rule
+        points = f"{100 * (target or 0):g} points"
         sentence = f"No threshold below 1 of the rule {rule} loses at most {points} on the calibration part."
         if row.exit.threshold < 1:
             lead = f"{rule.capitalize()} {row.exit.threshold:.4g}, chosen for at most {points} on other data"
@@ -314,7 +325,8 @@ def _headline(subject: Subject, readings: Readings, rows: Sequence[ExitRow], set
 
 def _did(subject: Subject, row: ExitRow, lead: str, tolerance: float = 0.0) -> str:
     """What a threshold costs and saves."""
-    layers, what = row.exit.num_layers, "samples" if subject.anatomy.classifies else "tokens"
+    layers = row.exit.num_layers
+    what = "samples" if subject.anatomy.classifies else "tokens"
     return (
         f"{lead}. {drop_sentence(row.scores['drop'], tolerance)}, to {row.scores['accuracy'].value:.1%}; "
         f"{row.scores['agreement'].value:.1%} of the full model's predictions; {what} leave after "

@@ -82,11 +82,13 @@ def run_pass(
         FulldepthError: if an activation is NaN or infinite.
     """
     share = subject.sequences.groups(settings.batch_size)[process.rank :: process.world]
-    layers, sequences = subject.anatomy.num_layers + 1, sum(map(len, share))
+    layers = subject.anatomy.num_layers + 1
+    sequences = sum(map(len, share))
     watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}, layers of sequences", layers * sequences)
     start = time.perf_counter()
     reader = LensReader(subject, settings, process) if plan.measures.keys() & LENS else None
-    sites, device = plan.sites | {"residual"}, plan.setup.device
+    sites = plan.sites | {"residual"}
+    device = plan.setup.device
     with ExitStack() as stack:
         activations = stack.enter_context(capture(subject.anatomy, sites, stacked=device))
         other = stack.enter_context(capture(reference.anatomy, ["residual"], stacked=device)) if reference else None
@@ -120,7 +122,8 @@ def run_pass(
                 left = (time.perf_counter() - start) * (sequences / len(batch) - 1)
                 left += sum(measure.forecast() for measure in plan.measures.values())
                 if left >= ESTIMATED:
-                    rest, span = sequences - len(batch), timedelta(seconds=round(left))
+                    rest = sequences - len(batch)
+                    span = timedelta(seconds=round(left))
                     then = f"the other {rest:,} of {sequences:,} sequences, the statistics and the page"
                     watcher.say(f"About {span} to the end: {then if rest else 'the statistics and the page'}.")
     return None if reader is None else reader.grid
@@ -170,7 +173,8 @@ def observe(
     Raises:
         FulldepthError: if an activation is NaN or infinite.
     """
-    residual, classifier = states["residual"], subject.verified.classifier
+    residual = states["residual"]
+    classifier = subject.verified.classifier
     for values in [residual] if read is None or read is residual else [residual, read]:
         if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
             raise FulldepthError(
@@ -189,7 +193,8 @@ def observe(
         words=batch.words,
     )
     if subject.anatomy.task == "detection" and classifier is not None:
-        heads, where = DetectionHeads(classifier), classifier.device or device
+        heads = DetectionHeads(classifier)
+        where = classifier.device or device
         read_layers = [heads.read(state.to(where), layer) for layer, state in enumerate(residual[1:], start=1)]
         logits, boxes = (torch.stack(parts) for parts in zip(*read_layers, strict=True))
         observation.detections = Detections(logits, boxes, batch.objects)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 
 from fulldepth.core.errors import FulldepthError, unknown
-from fulldepth.data import Sequences
 from fulldepth.execution import Verified
 from fulldepth.hf import available_memory
 from fulldepth.measurement import tokens
@@ -45,7 +44,9 @@ class MeasurePlan:
 
 def make_setup(subject: Subject, counting: tokens.Counting, settings: MeasureSettings) -> Setup:
     """Sizes of model and data, known before the first batch."""
-    anatomy, sequences, verified = subject.anatomy, subject.sequences, subject.verified
+    anatomy = subject.anatomy
+    sequences = subject.sequences
+    verified = subject.verified
     lengths = sequences.lengths
     if not any(lengths):
         lengths = [verified.positions] * len(sequences)
@@ -94,13 +95,15 @@ def make_plan(
     Raises:
         FulldepthError: for an unknown measure, or a requested one that cannot run, with the reason.
     """
-    names, verified, sequences = settings.measures, subject.verified, subject.sequences
+    names = settings.measures
+    verified = subject.verified
+    sequences = subject.sequences
     setup = make_setup(subject, counting, settings)
     for name in names or ():
         if name not in METRICS:
             raise unknown("measure", name, METRICS)
     plan = MeasurePlan(setup, counting)
-    reasons = missing(setup, verified, sequences, has_reference, shows_all)
+    reasons = missing(setup, subject, has_reference, shows_all)
     for name, measure in METRICS.items():
         if names is not None and name not in names:
             continue
@@ -129,12 +132,12 @@ def make_plan(
     return plan
 
 
-def missing(
-    setup: Setup, verified: Verified, sequences: Sequences, has_reference: bool, shows_all: bool
-) -> dict[str, str]:
+def missing(setup: Setup, subject: Subject, has_reference: bool, shows_all: bool) -> dict[str, str]:
     """Missing requirement of measures -> reason."""
-    kind = type(verified.anatomy.model).__name__
-    without_boxes, no_targets = verified.anatomy.task != "detection", _no_targets(verified, sequences, shows_all)
+    kind = subject.kind
+    sequences = subject.sequences
+    without_boxes = subject.anatomy.task != "detection"
+    no_targets = _no_targets(subject, shows_all)
     checks = {
         "targets": (bool(no_targets), no_targets),
         "routing": (not setup.routed_heads, f"{kind} has no memory of earlier layers"),
@@ -162,13 +165,16 @@ def missing(
     return {name: reason for name, (lacks, reason) in checks.items() if lacks}
 
 
-def _no_targets(verified: Verified, sequences: Sequences, shows_all: bool) -> str:
+def _no_targets(subject: Subject, shows_all: bool) -> str:
     """The reason why there are no targets; empty if there are, or predictions are shown without (single tokens)."""
-    anatomy, classifier = verified.anatomy, verified.classifier
+    verified = subject.verified
+    sequences = subject.sequences
+    anatomy = verified.anatomy
+    classifier = verified.classifier
     if classifier is None and "head" in verified.unproven:
-        return f"the head of {type(anatomy.model).__name__} is not known: {verified.unproven['head']}"
+        return f"the head of {subject.kind} is not known: {verified.unproven['head']}"
     if classifier is None:
-        return f"{type(anatomy.model).__name__} has no language-model or classification head known here"
+        return f"{subject.kind} has no language-model or classification head known here"
     if anatomy.task == "detection":
         return "the queries of a detector have no target each: average_precision reads them"
     if anatomy.task == "representation":
@@ -200,7 +206,8 @@ def check_memory(plan: MeasurePlan, subject: Subject, batch_size: int) -> str:
     Raises:
         FulldepthError: if the estimate exceeds the free memory.
     """
-    held, setup = plan.memory, plan.setup
+    held = plan.memory
+    setup = plan.setup
     layers = sum(setup.num_layers + (site in ("residual", "reference")) for site in plan.sites)
     layers += (setup.num_layers + 1) * plan.masked_pass
     positions = min(batch_size, setup.num_sequences) * setup.sequence_length

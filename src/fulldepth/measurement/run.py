@@ -266,9 +266,11 @@ def _is_there(folder: Path, print_of_run: str, points: list[SeriesPoint], overwr
     if overwrite or not (folder / DOCUMENT).exists():
         return False
     try:
-        meta, complete = Results.load(folder).meta, True
+        meta = Results.load(folder).meta
+        complete = True
     except TableMismatchError as error:
-        meta, complete = error.meta, False
+        meta = error.meta
+        complete = False
     except FulldepthError as error:
         raise FulldepthError(f"{error} Choose another --output, or replace it with --overwrite.") from error
     if meta.get("fingerprint") == print_of_run:
@@ -345,7 +347,8 @@ def measure_subject(
         extra: makes a measure beside those of the settings.
     """
     start = time.perf_counter() if start is None else start
-    clock, counting = Clock(), tokens.Counting.of(subject, settings.token_policy)
+    clock = Clock()
+    counting = tokens.Counting.of(subject, settings.token_policy)
     reference = None if settings.reference is None else _reference(subject, settings.reference, settings, process)
     clock.seconds["load"] = time.perf_counter() - start
     plan = make_plan(
@@ -366,7 +369,8 @@ def measure_subject(
         weigh(subject, plan, process, clock, watcher.advance)
     grid = run_pass(subject, plan, settings, process, clock, reference=reference, watcher=watcher)
     watcher.begin("Computing statistics and their errors", sum(measure.steps for measure in plan.measures.values()))
-    rows, influences = [], []
+    rows = []
+    influences = []
     for name, accumulator in plan.measures.items():
         steps = StepProgress(watcher, accumulator.steps)
         accumulator.advance = steps.advance
@@ -402,8 +406,10 @@ def _reference(subject: Subject, model: str, settings: MeasureSettings, process:
         model, subject.sequences, settings, device=process.device(settings.device),
         tower=settings.tower, anatomy=settings.anatomy,
     ) as reference:  # fmt: skip
-        verified, subject.data = reference.verified, reference.data
-    own, other = subject.anatomy, verified.anatomy
+        verified = reference.verified
+        subject.data = reference.data
+    own = subject.anatomy
+    other = verified.anatomy
     if (own.num_layers, subject.verified.width) != (other.num_layers, verified.width):
         raise FulldepthError(
             f"The reference has {other.num_layers} layers of width {verified.width}, the model {own.num_layers} of "
@@ -422,7 +428,9 @@ def _document(
     routers: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Content of `results.json`."""
-    sequences, setup, clusters = subject.sequences, plan.setup, subject.sequences.clusters
+    sequences = subject.sequences
+    setup = plan.setup
+    clusters = subject.sequences.clusters
     counting = plan.counting
     data = sequences.describe()
     seconds = {name: round(value, 4) for name, value in clock.seconds.items()}
@@ -431,7 +439,7 @@ def _document(
     groups = groups_entry(clusters or range(len(sequences)), sequences.unit, text)
     first = (subject.anatomy.family.modality, counting.class_token) if counting.policy == "cls" else None
     counts = tokens.FIRST.get(first, tokens.SENTENCES[counting.policy])
-    sentences = (counts, counting.openings.sentence, tokens.MASKED if plan.masked_pass else "")
+    sentences = (counts, counting.openings, tokens.MASKED if plan.masked_pass else "")
     document = {
         **provenance("measure", settings.model_dump(), seed=settings.seed),
         "model": subject.verified.describe(subject.checkpoint),
@@ -446,7 +454,7 @@ def _document(
         "token_policy": {
             "name": counting.policy,
             "sentence": " ".join(filter(None, sentences)),
-            "begin_with_bos": counting.openings.begin_with_bos,
+            "begin_with_bos": counting.begin_with_bos,
         },
         "timings": {
             "load": seconds.pop("load"),

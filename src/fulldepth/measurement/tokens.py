@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,36 +45,16 @@ FIRST: dict[Any, str] = {
 """(modality, whether the first token is [CLS]) -> what the policy `cls` counts."""
 
 
-class Openings(NamedTuple):
-    """How the sequences begin."""
-
-    begin_with_bos: int | None
-    """Number of sequences whose first token is the BOS token; None without a BOS token or without text."""
-    sentence: str
-    """The number as a sentence; empty if there is none."""
-
-
-def openings(sequences: Sequences, bos: int | None, name: str) -> Openings:
-    """How the sequences begin, for the BOS token's id and text (`name`)."""
-    if bos is None:
-        return Openings(None, "")
-    count, total = 0, len(sequences)
-    for batch in sequences.batches(256):
-        if batch.token_ids is None:
-            return Openings(None, "")
-        count += int((batch.token_ids[:, 0] == bos).sum())
-    some = f"{count} of {total} sequences begin{'s' if count == 1 else ''}"
-    amount = {0: "No sequence begins", total: "Every sequence begins"}.get(count, some)
-    return Openings(count, f"{amount} with the BOS token ({name}).")
-
-
 @dataclass(frozen=True)
 class Counting:
     """Which positions of a subject's sequences count."""
 
     policy: str
     """The token policy, with `auto` resolved."""
-    openings: Openings
+    begin_with_bos: int | None
+    """Number of sequences whose first token is the BOS token; None without a BOS token or without text."""
+    openings: str
+    """That number as a sentence; empty if there is none."""
     class_token: bool | None = None
     """Whether the sequences begin with a class token; None if unknown."""
     leading: int = 0
@@ -90,7 +70,9 @@ class Counting:
         Raises:
             FulldepthError: if it needs images cut into patches, and these are none.
         """
-        anatomy, tokenizer, first = subject.anatomy, subject.tokenizer, small_batch(subject.sequences)
+        anatomy = subject.anatomy
+        tokenizer = subject.tokenizer
+        first = small_batch(subject.sequences)
         leading = leading_tokens(first, anatomy, subject.verified.positions)
         class_token = None if leading is None else leading > 0
         if first.token_ids is not None:
@@ -100,11 +82,11 @@ class Counting:
         if policy in ("patches", "mean-patches") and leading is None:
             raise FulldepthError(f"--token-policy {policy} needs images cut into patches of one known size.")
         bos = getattr(anatomy.config if tokenizer is None else tokenizer, "bos_token_id", None)
-        begin = openings(subject.sequences, bos, getattr(tokenizer, "bos_token", None) or f"id {bos}")
+        count, sentence = openings(subject.sequences, bos, getattr(tokenizer, "bos_token", None) or f"id {bos}")
         warnings = []
-        if 0 < (begin.begin_with_bos or 0) < len(subject.sequences) and policy in ("all", "cls"):
+        if 0 < (count or 0) < len(subject.sequences) and policy in ("all", "cls"):
             warnings.append(
-                f"{begin.sentence} In a model that uses its first token as an attention sink, the sequences with it "
+                f"{sentence} In a model that uses its first token as an attention sink, the sequences with it "
                 "and those without it are unlike."
             )
         eos = getattr(tokenizer, "eos_token_id", None)
@@ -116,14 +98,30 @@ class Counting:
                     "The tokenizer adds no end-of-sequence token, so the last token of each sequence counts."
                 )
                 policy = "last"
-        return cls(policy, begin, class_token, leading or 0, eos, tuple(warnings))
+        return cls(policy, count, sentence, class_token, leading or 0, eos, tuple(warnings))
+
+
+def openings(sequences: Sequences, bos: int | None, name: str) -> tuple[int | None, str]:
+    """The entries `begin_with_bos` and `openings` of a counting, for the BOS token's id and text (`name`)."""
+    if bos is None:
+        return None, ""
+    count = 0
+    total = len(sequences)
+    for batch in sequences.batches(256):
+        if batch.token_ids is None:
+            return None, ""
+        count += int((batch.token_ids[:, 0] == bos).sum())
+    some = f"{count} of {total} sequences begin{'s' if count == 1 else ''}"
+    amount = {0: "No sequence begins", total: "Every sequence begins"}.get(count, some)
+    return count, f"{amount} with the BOS token ({name})."
 
 
 def leading_tokens(batch: Batch, anatomy: Anatomy, positions: int) -> int | None:
     """Number of tokens before the first patch of an image: a model without a class token has as many `positions` in
     its residual stream as there are patches. None if unknown, and for text.
     """
-    pixels, patch = batch.inputs.get("pixel_values"), getattr(anatomy.config, "patch_size", None)
+    pixels = batch.inputs.get("pixel_values")
+    patch = getattr(anatomy.config, "patch_size", None)
     if pixels is None or pixels.ndim not in (3, 4):
         return None
     if pixels.ndim == 3:  # cut into patches already
@@ -141,7 +139,8 @@ def resolve(policy: str, anatomy: Anatomy, class_token: bool | None = None) -> s
 
     `class_token`: whether its sequences begin with one; images that do not count as a whole.
     """
-    family, head = anatomy.family, anatomy.head
+    family = anatomy.family
+    head = anatomy.head
     if policy != "auto":
         return policy
     if anatomy.task in ("causal-lm", "masked-lm", "seq2seq-lm"):

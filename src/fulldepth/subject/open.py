@@ -62,10 +62,11 @@ class Subject:
     """A model in evaluation mode, with its tokenizer and, if it was opened with data, the sequences prepared for it."""
 
     checkpoint: Checkpoint
+    settings: LoadingSettings
     needs: frozenset[str] = frozenset()
     """As for `open`."""
-    tokenizer: Any = None
-    """None if no text is read."""
+    given_tokenizer: Any = None
+    """As for `open`."""
     data: Sequences | None = None
     """The prepared sequences, batched so that the model's results do not change; None if opened without data."""
     note: str | None = None
@@ -98,7 +99,7 @@ class Subject:
             settings: how the model and its tokenizer are loaded.
             needs: what is refused if it is missing. `language`: a causal language model; `targets`: a model that
                 predicts tokens or one class, and data with targets; `head`, `branches`: these parts proven;
-                `tokenizer`: a tokenizer, also without data; `plain`: the checkpoint's own weights alone, without
+                `tokenizer`: a tokenizer, opened at once; `plain`: the checkpoint's own weights alone, without
                 adapters around them and without heads of single layers, which are not loaded.
             tokenizer: a tokenizer, its folder or Hub name; None = that of the settings, or the checkpoint's own.
             device: in place of the settings' device.
@@ -111,7 +112,7 @@ class Subject:
                 anatomy is not proven, or the data cannot be read or do not fit the model.
         """
         checkpoint = open_checkpoint(model, settings, device=device, plain="plain" in needs)
-        subject = cls(checkpoint, frozenset(needs))
+        subject = cls(checkpoint, settings, frozenset(needs), tokenizer)
         with evaluating(subject.model):
             subject._check_task()
             if not isinstance(model, Checkpoint):
@@ -119,9 +120,9 @@ class Subject:
             if data is not None:
                 assert isinstance(settings, ReadingSettings), "settings that say how data are read"
                 candidates = anatomy_candidates(subject.model, tower=tower, override=anatomy)
-                subject._read(data, settings, tokenizer, candidates, words)
+                subject._read(data, settings, candidates, words)
             elif "tokenizer" in needs:
-                subject.tokenizer = open_own_tokenizer(checkpoint, settings, tokenizer)
+                _ = subject.tokenizer
             yield subject
 
     @property
@@ -167,10 +168,24 @@ class Subject:
         return self.verified.classifier
 
     @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer as passed in, the named one, or the one saved with or beside the model, opened when it is asked
+        for; None if it was opened with data that are no text.
+
+        Raises:
+            FulldepthError: if there is none.
+        """
+        return open_tokenizer(
+            self.checkpoint,
+            chosen_tokenizer(self.settings, self.given_tokenizer),
+            revision=self.settings.revision,
+            trust_remote_code=self.settings.trust_remote_code,
+        )
+
+    @cached_property
     def verified(self) -> Verified:
         """The anatomy, proven on the first sequences, or without data on a small artificial batch."""
-        candidates = anatomy_candidates(self.model)
-        return self.prove(sample_inputs(candidates[0]), candidates)
+        return self.prove(sample_inputs(self.anatomy))
 
     @cached_property
     def hash(self) -> str:
@@ -195,14 +210,28 @@ class Subject:
             FulldepthError: if no candidate is proven, or a part that is needed is not.
         """
         candidates = anatomy_candidates(self.model) if candidates is None else candidates
-        self.verified = _prove(candidates, self.inputs(inputs), {"head", "branches"} - self.needs)
+        inputs = self.inputs(inputs)
+        optional = {"head", "branches"} - self.needs
+        ids = inputs.get("input_ids")
+        verified = None
+        if ids is not None and ids.shape[1] > PROVEN_POSITIONS and candidates[0].task in ("causal-lm", "masked-lm"):
+            beginnings = {
+                name: value[:, :PROVEN_POSITIONS] if value.shape[:2] == ids.shape else value
+                for name, value in inputs.items()
+            }
+            with suppress(FulldepthError):  # the message of the whole batch counts
+                verified = replace(verify(candidates, beginnings, optional=optional), positions=ids.shape[1])
+        if verified is None or verified.unproven:
+            verified = verify(candidates, inputs, optional=optional)
+        self.verified = verified
         if "head" in self.needs and self.verified.classifier is None:
             raise FulldepthError(f"{self.kind} has no head that could be applied to its layers.")
         return self.verified
 
     def _check_task(self) -> None:
         """Refuse a model whose task is not one of those that are needed."""
-        model, task = self.model, "representation"
+        model = self.model
+        task = "representation"
         if {"language", "targets"} & self.needs and task_of(model) != task:
             task = anatomy_candidates(model)[0].task
         if "language" in self.needs:
@@ -219,16 +248,13 @@ class Subject:
         self,
         data: Any,
         settings: ReadingSettings,
-        tokenizer: Any,
         candidates: Sequence[Anatomy],
         words: Sequence[str],
     ) -> None:
         """Prepare the data, prove the anatomy on their first sequences, and find out how they can be batched."""
         guess = candidates[0]
         if isinstance(data, Sequences) or guess.family.modality != "text":
-            self.tokenizer = None if isinstance(tokenizer, str | Path) else tokenizer
-        else:
-            self.tokenizer = open_own_tokenizer(self.checkpoint, settings, tokenizer)
+            self.tokenizer = None if isinstance(self.given_tokenizer, str | Path) else self.given_tokenizer
         if not isinstance(data, Sequences):
             data = _sequences_for(self.checkpoint, guess, data, self.tokenizer, settings, words)
         if "targets" in self.needs and not data.num_targets:
@@ -291,16 +317,6 @@ def chosen_tokenizer(settings: LoadingSettings, tokenizer: Any = None) -> Any:
     return settings.tokenizer if tokenizer is None else tokenizer
 
 
-def open_own_tokenizer(checkpoint: Checkpoint, settings: LoadingSettings, tokenizer: Any = None) -> Any:
-    """The tokenizer as passed in, the named one, or the one saved with or beside the model.
-
-    Raises:
-        FulldepthError: if there is none.
-    """
-    chosen = chosen_tokenizer(settings, tokenizer)
-    return open_tokenizer(checkpoint, chosen, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
-
-
 def read_source(data: Any, settings: ReadingSettings) -> Source:
     """The records that a sample of the settings' size needs.
 
@@ -338,15 +354,18 @@ def _sequences_for(
     Raises:
         FulldepthError: if they cannot be read, or the model does not read their kind.
     """
-    source, config = _source(checkpoint, anatomy, data, settings), checkpoint.model.config
-    positions, task = anatomy.max_positions, anatomy.task
+    source = _source(checkpoint, anatomy, data, settings)
+    config = checkpoint.model.config
+    positions = anatomy.max_positions
+    task = anatomy.task
     length = settings.sequence_length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
     truncate = settings.truncate
     if task == "text-classification" and source.kind == "labelled-text":
         most = positions or WHOLE
         length = settings.sequence_length or most
         truncate |= settings.sequence_length is not None and length <= most  # the length that was asked for
-    pad, processor = getattr(text_config(config), "pad_token_id", None), None
+    pad = getattr(text_config(config), "pad_token_id", None)
+    processor = None
     if source.kind in IMAGES:
         trusted = settings.trust_remote_code
         processor = load_processor(
@@ -371,7 +390,8 @@ def _sequences_for(
 def _source(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: ReadingSettings) -> Source:
     """The records of the data, of a kind that the model reads; bad ones are refused or left out."""
     source = read_source(data, settings)
-    reads, kind = anatomy.family.modality, "images" if source.kind in IMAGES else source.kind
+    reads = anatomy.family.modality
+    kind = "images" if source.kind in IMAGES else source.kind
     if (reads == "images") != (kind == "images"):
         raise FulldepthError(f"{source.name} holds {kind}, but {type(checkpoint.model).__name__} reads {reads}.")
     if anatomy.family.tower == "encoder" and source.kind == "pairs":
@@ -386,18 +406,3 @@ def _source(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: Readi
         seed=settings.seed,
         skip_bad=settings.skip_bad,
     )
-
-
-def _prove(candidates: Sequence[Anatomy], inputs: Mapping[str, Tensor], optional: Collection[str]) -> Verified:
-    """`verify`, of a language model on the beginnings of the batch, and on all of it if a part is not proven there."""
-    ids = inputs.get("input_ids")
-    if ids is not None and ids.shape[1] > PROVEN_POSITIONS and candidates[0].task in ("causal-lm", "masked-lm"):
-        beginnings = {
-            name: value[:, :PROVEN_POSITIONS] if value.shape[:2] == ids.shape else value
-            for name, value in inputs.items()
-        }
-        with suppress(FulldepthError):  # the message of the whole batch counts
-            verified = verify(candidates, beginnings, optional=optional)
-            if not verified.unproven:
-                return replace(verified, positions=ids.shape[1])
-    return verify(candidates, inputs, optional=optional)
