@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
+import peft
 import pytest
 import torch
 from pandas.testing import assert_frame_equal
@@ -10,6 +13,7 @@ from PIL import Image
 
 import fulldepth
 import tiny_models
+from fulldepth import exit
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.settings.exit import ExitSettings
 from fulldepth.settings.loading import LoadingSettings
@@ -85,6 +89,19 @@ def test_without_data_the_anatomy_is_proven_on_a_small_batch():
         assert torch.allclose(subject.classifier.anatomy.model.lm_head(states), model(ids).logits)
         assert subject.verified.branches
         assert subject.hash == model_hash(model)
+
+
+def test_a_model_inside_adapters_is_opened_unless_its_own_weights_are_needed():
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = peft.get_peft_model(tiny_models.build("llama"), config).eval()
+    merged = copy.deepcopy(adapted).merge_and_unload()
+    written = [
+        exit.generate_texts(model, words(3, 4, 5), tokenizer=tokenizer(), max_new_tokens=8).generation.sequences
+        for model in (adapted, merged)
+    ]
+    assert torch.equal(*written)
+    with refused("merge_and_unload"), Subject.open(adapted, None, LoadingSettings(), needs={"plain"}):
+        pass
 
 
 def text_rows(count):
