@@ -17,16 +17,16 @@ import torch
 
 from fulldepth.core.distributed import Processes
 from fulldepth.execution import lens as lens_module
-from fulldepth.execution.batching import model_inputs
-from fulldepth.execution.subject import open_checkpoint
 from fulldepth.hf import open_tokenizer
 from fulldepth.measurement import MeasureSettings
 from fulldepth.measurement import passes as measuring
 from fulldepth.measurement.caveats import sampling
 from fulldepth.measurement.passes import run_pass, weigh
-from fulldepth.measurement.plan import MeasurePlan, make_plan, make_setup
-from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
+from fulldepth.measurement.plan import MeasurePlan, make_plan
+from fulldepth.measurement.tokens import Counting
 from fulldepth.results import tabulate
+from fulldepth.subject import Subject, open_checkpoint
+from subjects import opened
 
 SIMILARITY = ["displacement", "jump_rate", "norm_ratio", "cosine", "cka"]
 LENS = ["lens_accuracy", "lens_loss", "saturation", "effective_depth"]
@@ -48,7 +48,7 @@ class Bench:
 
     def __init__(self, model: str, tokens: int, clock: Clock) -> None:
         self.count, self.clock = max(1, tokens // LENGTH), clock
-        self.checkpoint = open_checkpoint(model, self.settings(), "cpu")
+        self.checkpoint = open_checkpoint(model, self.settings())
         self.tokenizer = open_tokenizer(self.checkpoint)
         self.subject = self.prepared(self.count)
 
@@ -57,16 +57,16 @@ class Bench:
         count = options.pop("max_sequences", self.count)
         return MeasureSettings(max_sequences=count, sequence_length=LENGTH, batch_size=BATCH, device="cpu", **options)
 
-    def prepared(self, count: int) -> MeasuredSubject:
+    def prepared(self, count: int) -> Subject:
         """The model with its data, proven."""
         settings = self.settings(max_sequences=count)
-        return prepare_subject(self.checkpoint.model, DATA, settings, tokenizer=self.tokenizer, device="cpu")
+        return opened(self.checkpoint, DATA, settings, self.tokenizer)
 
-    def forward(self, subject: MeasuredSubject | None = None) -> Iterator[float]:
+    def forward(self, subject: Subject | None = None) -> Iterator[float]:
         """Seconds of a plain forward pass with logits, batch by batch."""
         subject = subject or self.subject
         for batch in subject.sequences.batches(BATCH):
-            inputs = model_inputs(batch.inputs, subject.device, subject.checkpoint.model.dtype)
+            inputs = subject.inputs(batch.inputs)
             yield self.timed(lambda inputs=inputs: self.checkpoint.model(**inputs, use_cache=False))
 
     def timed(self, function: Callable[[], object]) -> float:
@@ -83,9 +83,8 @@ class Bench:
         Returns:
             Seconds of the measurement; those of `meanwhile`; those of each part of the pass; what was sampled.
         """
-        settings = self.settings(**options)
-        setup = make_setup(self.subject, settings)
-        plan = make_plan(names, setup, self.subject.verified, self.subject.sequences, has_reference=False)
+        settings = self.settings(measures=names, **options)
+        plan = make_plan(self.subject, Counting.of(self.subject, "auto"), settings)
         other: list[float] = []
         start = self.clock()
         parts, process = measuring.Clock(), Processes()
@@ -93,7 +92,7 @@ class Bench:
         weigh(self.subject, plan, process, parts)
         table = tabulate([row for measure in plan.measures.values() for row in measure.rows()])
         seconds = self.clock() - start - sum(other)
-        sentence = sampling(self.subject, settings, setup, table)["sentence"]
+        sentence = sampling(self.subject, settings, plan.setup, table)["sentence"]
         return seconds, other, parts.seconds, sentence
 
     def products(self) -> Iterator[float]:
@@ -166,11 +165,8 @@ def peak(model: str, what: str, tokens: int) -> None:
         if what == "forward":
             list(bench.forward())
         else:
-            settings = bench.settings()
-            setup = make_setup(bench.subject, settings)
-            plan: MeasurePlan = make_plan(
-                SIMILARITY, setup, bench.subject.verified, bench.subject.sequences, has_reference=False
-            )
+            settings = bench.settings(measures=SIMILARITY)
+            plan: MeasurePlan = make_plan(bench.subject, Counting.of(bench.subject, "auto"), settings)
             run_pass(bench.subject, plan, settings, Processes(), measuring.Clock())
             [measure.rows() for measure in plan.measures.values()]
             held = sum(plan.memory.values())

@@ -206,8 +206,7 @@ class Subject:
 
     def ranking(self, settings: SearchSettings) -> list[Block]:
         """The blocks of a search that ranks once, without the losses that `search` adds for its plan."""
-        options = {"tokenizer": None, "heldout": None}
-        with processes() as process, prepared(self.model, self.choose, settings, process, **options) as problem:
+        with processes() as process, prepared(self.model, self.choose, settings, process) as problem:
             goal = count_goal(problem.scorer.costs, settings.blocks or 0)
             loss_cache = LossCache(problem.scorer, problem.chunks, process)
             return [block for pick in rank(loss_cache, settings.search, goal, seed=settings.seed) for block in pick]

@@ -165,8 +165,7 @@ class Subject:
     def ranking(self, chosen: Examples, search_by: str, seed: int, blocks: int) -> list[int]:
         """The blocks of a search that ranks once, without the losses that `search` adds for its plan."""
         settings = SearchSettings(blocks=blocks, search=search_by, fit=False, seed=seed, batch_size=BATCH)
-        opened = {"tokenizer": None, "heldout": None}
-        with processes() as process, prepared(self.model, chosen, settings, process, **opened) as problem:
+        with processes() as process, prepared(self.model, chosen, settings, process) as problem:
             loss_cache = LossCache(problem.scorer, problem.chunks, process, criterion=settings.criterion)
             picks = rank(loss_cache, search_by, count_goal(loss_cache.costs, blocks), seed=seed)
             return [layer for pick in picks for layer, _ in pick]

@@ -30,13 +30,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fulldepth.core.distributed import Processes
 from fulldepth.execution import body_inputs, capture
-from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement import MeasureSettings
 from fulldepth.measurement.lens_reader import LensReader
 from fulldepth.measurement.passes import Clock, feed, observe
-from fulldepth.measurement.plan import make_plan, make_setup
-from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
+from fulldepth.measurement.plan import make_plan
+from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import displacement
+from fulldepth.subject import Subject
+from subjects import opened
 
 LENGTH = 256
 Numbers = Callable[[], Tensor]
@@ -61,7 +62,7 @@ FEW = (0, 15, 30)
 class Tokens(nn.Module):
     """A model whose modules `points.0..L` return the residual stream of every layer as `[N, D]`: tokens are samples."""
 
-    def __init__(self, it: MeasuredSubject, layers: tuple[int, ...]) -> None:
+    def __init__(self, it: Subject, layers: tuple[int, ...]) -> None:
         super().__init__()
         self.it = [it]  # hidden from `parameters`
         self.layers, self.points = layers, nn.ModuleList(nn.Identity() for _ in layers)
@@ -74,7 +75,7 @@ class Tokens(nn.Module):
         return ids
 
 
-def streams(it: MeasuredSubject, inputs: dict[str, Tensor]) -> list[Tensor]:
+def streams(it: Subject, inputs: dict[str, Tensor]) -> list[Tensor]:
     """Layers 0..L, by plain hooks, as the tools' examples read them."""
     states: list[Tensor] = []
     blocks = it.anatomy.blocks
@@ -106,28 +107,31 @@ def package(venvs: Path, name: str) -> Iterator[None]:
 class Ours:
     """Rows of measures over prepared data, with their own forward pass."""
 
-    def __init__(self, it: MeasuredSubject, settings: MeasureSettings) -> None:
+    def __init__(self, it: Subject, settings: MeasureSettings) -> None:
         self.it, self.settings = it, settings
 
     def __call__(self, *names: str) -> dict[tuple[str, int | None, int | None, str], float]:
         """(measure, layer, other, statistic) -> value."""
         it = self.it
-        plan = make_plan(list(names), make_setup(it, self.settings), it.verified, it.sequences, has_reference=False)
+        settings = self.settings.model_copy(update={"measures": list(names)})
+        plan = make_plan(it, Counting.of(it, "auto"), settings)
         for batch in it.sequences.batches(self.settings.batch_size):
-            inputs = model_inputs(batch.inputs, it.device, it.checkpoint.model.dtype)
+            inputs = it.inputs(batch.inputs)
             with capture(it.anatomy, plan.sites | {"residual"}) as activations:
                 it.anatomy.body(**body_inputs(it.anatomy, inputs))
                 states = {site: activations.stack(site) for site in plan.sites | {"residual"}}
             feed(
                 plan,
-                observe(it, batch, states, [states["residual"]], LensReader(it, self.settings, Processes())),
+                observe(
+                    it, plan.counting, batch, states, [states["residual"]], LensReader(it, self.settings, Processes())
+                ),
                 Clock(),
             )
         rows = [row for measure in plan.measures.values() for row in measure.rows()]
         return {(row.measure, row.layer, row.other, row.statistic): row.value for row in rows if row.site == "residual"}
 
 
-def cka_pair(it: MeasuredSubject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
+def cka_pair(it: Subject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
     """Debiased CKA of every pair of layers; of three layers for tools that take minutes over all pairs."""
     ids = torch.cat([batch.inputs["input_ids"] for batch in it.sequences.batches(64)])
     layers = tuple(range(it.anatomy.num_layers + 1)) if peer == "pytorch-cka" else FEW
@@ -157,7 +161,7 @@ def cka_pair(it: MeasuredSubject, ours: Ours, peer: str) -> tuple[Numbers, Numbe
     return own, {"pytorch-cka": with_pytorch_cka, "ckatorch": with_ckatorch, "torch-cka": with_torch_cka}[peer]
 
 
-def lens_pair(it: MeasuredSubject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
+def lens_pair(it: Subject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
     """Cross-entropy of the logit lens at every layer."""
     layers = range(it.anatomy.num_layers + 1)
     logits_of = {"tuned-lens": tuned_lens, "transformer-lens": transformer_lens, "nnterp": nnterp}[peer](it)
@@ -181,9 +185,9 @@ Lens = Callable[[Tensor], Iterator[Tensor]]
 """Token ids `[B, T]` -> logits `[B, T - 1, V]` of layers 0..L, one after another."""
 
 
-def tuned_lens(it: MeasuredSubject) -> Lens:
+def tuned_lens(it: Subject) -> Lens:
     """`LogitLens` on states read by hooks."""
-    lens = import_module("tuned_lens.nn.lenses").LogitLens.from_model(it.checkpoint.model).eval()
+    lens = import_module("tuned_lens.nn.lenses").LogitLens.from_model(it.model).eval()
 
     def logits(ids: Tensor) -> Iterator[Tensor]:
         for layer, state in enumerate(streams(it, {"input_ids": ids})):
@@ -192,10 +196,10 @@ def tuned_lens(it: MeasuredSubject) -> Lens:
     return logits
 
 
-def transformer_lens(it: MeasuredSubject) -> Lens:
+def transformer_lens(it: Subject) -> Lens:
     """`accumulated_resid` of its cache, then `W_U`, as its documentation does."""
     bridge = import_module("transformer_lens.model_bridge").TransformerBridge
-    owner, name = copy.deepcopy(it.checkpoint.model), "HuggingFaceTB/SmolLM2-135M-Instruct"
+    owner, name = copy.deepcopy(it.model), "HuggingFaceTB/SmolLM2-135M-Instruct"
     model = bridge.boot_transformers(name, hf_model=owner, tokenizer=it.tokenizer, device="cpu")
 
     def logits(ids: Tensor) -> Iterator[Tensor]:
@@ -206,9 +210,9 @@ def transformer_lens(it: MeasuredSubject) -> Lens:
     return logits
 
 
-def nnterp(it: MeasuredSubject) -> Lens:
+def nnterp(it: Subject) -> Lens:
     """`project_on_vocab` of the states that a trace saves."""
-    owner = copy.deepcopy(it.checkpoint.model)
+    owner = copy.deepcopy(it.model)
     model = import_module("nnterp").StandardizedTransformer(owner, tokenizer=it.tokenizer)
     save = import_module("nnsight").save
 
@@ -220,7 +224,7 @@ def nnterp(it: MeasuredSubject) -> Lens:
     return logits
 
 
-def importance_pair(it: MeasuredSubject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
+def importance_pair(it: Subject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
     """Block influence (ShortGPT, Eq. 1) of layers, `1 - mean cos = 2 Psi`; the same of attention blocks (LLM-Drop)."""
     batches = [batch.inputs["input_ids"] for batch in it.sequences.batches(ours.settings.batch_size)]
 
@@ -274,7 +278,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     settings = MeasureSettings(max_sequences=arguments.tokens // LENGTH, sequence_length=LENGTH)
-    it = prepare_subject(arguments.model, "corpus:builtin", settings, tokenizer=None, device="cpu")
+    it = opened(arguments.model, "corpus:builtin", settings)
     ours = Ours(it, settings)
     print(
         "| tool | theirs, s | ours, s | ratio, median (range) | largest difference |\n|---|---|---|---|---|", flush=True
@@ -284,7 +288,7 @@ def main() -> None:
 
 
 @torch.inference_mode()
-def compare(it: MeasuredSubject, ours: Ours, peer: str, arguments: argparse.Namespace) -> None:
+def compare(it: Subject, ours: Ours, peer: str, arguments: argparse.Namespace) -> None:
     """Time a tool and ours in turn, and print one row."""
     if peer in PACKAGES:
         with package(arguments.venvs.resolve(), peer):

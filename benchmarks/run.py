@@ -22,7 +22,8 @@ from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement.lens_reader import LensReader
 from fulldepth.measurement.passes import Clock, feed, observe, run_pass, weigh
-from fulldepth.measurement.plan import make_plan, make_setup
+from fulldepth.measurement.plan import make_plan
+from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import cka_matrix, linear_cka, separability
 from subjects import BATCH, SIZES, subject
 
@@ -47,19 +48,19 @@ def against_forward(size: str, names: list[str], count: int) -> tuple[float, flo
 
     The measuring pass has its own forward (which needs no logits), the hooks, the updates and the final rows.
     """
-    it, settings = subject(size, count)
-    plan = make_plan(names, make_setup(it, settings), it.verified, it.sequences, has_reference=False)
+    it, settings = subject(size, count, measures=names)
+    plan = make_plan(it, Counting.of(it, "auto"), settings)
     plain = measured = 0.0
     clock = Clock()
     for batch in it.sequences.batches(BATCH):
         inputs = model_inputs(batch.inputs, it.device, torch.float32)
-        plain += timed(lambda inputs=inputs: it.checkpoint.model(**inputs, use_cache=False))
+        plain += timed(lambda inputs=inputs: it.model(**inputs, use_cache=False))
         start = time.perf_counter()
         with capture(it.anatomy, plan.sites) as activations:
             with clock("body"):
                 it.anatomy.body(**body_inputs(it.anatomy, inputs))
             states = {site: activations.stack(site) for site in plan.sites}
-        feed(plan, observe(it, batch, states, [], None), clock)
+        feed(plan, observe(it, plan.counting, batch, states, [], None), clock)
         measured += time.perf_counter() - start
     measured += timed(lambda: [measure.rows() for measure in plan.measures.values()])
     return plain, measured, clock.seconds["body"]
@@ -68,10 +69,10 @@ def against_forward(size: str, names: list[str], count: int) -> tuple[float, flo
 @torch.inference_mode()
 def lens(size: str, count: int) -> tuple[float, float]:
     """(seconds of the bare products of all layers with the head, seconds of the lens measures), batch by batch."""
-    it, settings = subject(size, count, lens_tokens=None)
     names = ["lens_accuracy", "lens_loss", "saturation", "effective_depth"]
-    plan = make_plan(names, make_setup(it, settings), it.verified, it.sequences, has_reference=False)
-    head = it.checkpoint.model.get_output_embeddings()
+    it, settings = subject(size, count, lens_tokens=None, measures=names)
+    plan = make_plan(it, Counting.of(it, "auto"), settings)
+    head = it.model.get_output_embeddings()
     products = measured = 0.0
     clock, reader = Clock(), LensReader(it, settings, Processes())
     for batch in it.sequences.batches(BATCH):
@@ -82,7 +83,7 @@ def lens(size: str, count: int) -> tuple[float, float]:
         products += timed(lambda rows=rows: [head(part) for layer in rows for part in layer.split(128)])
         measured += timed(
             lambda states=states, batch=batch: feed(
-                plan, observe(it, batch, states, [states["residual"]], reader), clock
+                plan, observe(it, plan.counting, batch, states, [states["residual"]], reader), clock
             )
         )
     return products, measured
@@ -90,8 +91,8 @@ def lens(size: str, count: int) -> tuple[float, float]:
 
 def weights(size: str) -> float:
     """Seconds of the spectral norms of every projection."""
-    it, settings = subject(size, 2)
-    plan = make_plan(["spectral_norm"], make_setup(it, settings), it.verified, it.sequences, has_reference=False)
+    it, settings = subject(size, 2, measures=["spectral_norm"])
+    plan = make_plan(it, Counting.of(it, "auto"), settings)
     return timed(lambda: weigh(it, plan, Processes(), Clock()))
 
 
@@ -123,7 +124,7 @@ def pairwise_cka() -> tuple[float, float, float]:
 def peak(size: str, what: str, count: int) -> None:
     """Print the peak memory in MiB of a plain forward, or of measuring everything, in this process (Linux only)."""
     it, settings = subject(size, count)
-    plan = make_plan(None, make_setup(it, settings), it.verified, it.sequences, has_reference=False)
+    plan = make_plan(it, Counting.of(it, "auto"), settings)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the preparation
     with torch.inference_mode():
         if what == "measure":
@@ -132,7 +133,7 @@ def peak(size: str, what: str, count: int) -> None:
             [measure.rows() for measure in plan.measures.values()]
         else:
             for batch in it.sequences.batches(BATCH):
-                it.checkpoint.model(**model_inputs(batch.inputs, it.device, torch.float32), use_cache=False)
+                it.model(**model_inputs(batch.inputs, it.device, torch.float32), use_cache=False)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     print(int(status["VmHWM"].split()[0]) // 1024)
 

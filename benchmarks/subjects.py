@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fulldepth.data import Sequences, builtin_texts, open_source, prepare, train_tokenizer
 from fulldepth.measurement import MeasureSettings
-from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
+from fulldepth.subject import Subject
 
 SIZES = {"12 x 256": (12, 256), "6 x 768": (6, 768)}
 LENGTH, VOCABULARY, BATCH = 256, 8192, 8
@@ -24,7 +24,7 @@ def sequences(count: int) -> Sequences:
     return prepare(source, task="causal-lm", tokenizer=tokenizer, max_sequences=count, sequence_length=LENGTH)
 
 
-def subject(size: str, count: int, **options: Any) -> tuple[MeasuredSubject, MeasureSettings]:
+def subject(size: str, count: int, **options: Any) -> tuple[Subject, MeasureSettings]:
     """A verified random Llama with its data."""
     layers, width = SIZES[size]
     torch.manual_seed(0)
@@ -38,4 +38,10 @@ def subject(size: str, count: int, **options: Any) -> tuple[MeasuredSubject, Mea
     )
     settings = MeasureSettings(batch_size=BATCH, max_sequences=count, **options)
     model = LlamaForCausalLM(config).eval()
-    return prepare_subject(model, sequences(count), settings, tokenizer=None, device="cpu"), settings
+    return opened(model, sequences(count), settings), settings
+
+
+def opened(model: Any, data: Any, settings: MeasureSettings, tokenizer: Any = None) -> Subject:
+    """A model in evaluation mode with its data, proven."""
+    with Subject.open(model, data, settings, tokenizer=tokenizer, device="cpu") as it:
+        return it

@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from fulldepth.core.progress import Watcher
 from fulldepth.data.examples import units
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import open_model
 from fulldepth.settings import layer
 from fulldepth.settings.search import PLACES, TARGETS
 from fulldepth.skip import Plan, Scalars, SearchSettings, search, skipping
 from fulldepth.skip.bench import HeldoutLosses, heldout_losses, in_words
 from fulldepth.skip.problem import read_data
+from fulldepth.subject import Subject
 
 
 def int8(model: PreTrainedModel) -> PreTrainedModel:
@@ -51,10 +51,10 @@ def main(model: str | PreTrainedModel, plan: str | Plan, data: Any, heldout: Any
     """Print held-out losses with the error of every difference; returns them, and the plan of the quantised model."""
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     settings = searched_with(plan)
-    checkpoint = open_model(model, dtype=settings.dtype)
-    original = checkpoint.model
-    plan.check_model(original)
-    examples = read_data(checkpoint, find_anatomy(original), data, settings, tokenizer=None, heldout=heldout)
+    with Subject.open(model, None, settings, needs={"language", "plain"}) as subject:
+        original = subject.model
+        plan.check_model(original)
+        examples = read_data(subject, data, settings, heldout=heldout)
     quantised = int8(original)
     second = search(quantised, examples, settings=settings)
     held = units(examples.meta)

@@ -28,13 +28,14 @@ ARROWS = {
     "architectures": set(),
     "data": set(),
     "hf": {"architectures", "metrics"},
-    "execution": {"architectures", "data", "hf", "metrics", "settings"},
+    "execution": {"architectures", "data", "hf", "metrics"},
+    "subject": {"architectures", "execution", "data", "hf", "metrics", "settings"},
     "losses": {"execution", "hf", "metrics"},
     "results": {"reporting", "settings"},
-    **dict.fromkeys(VERBS, NOUNS | {"settings"}),
+    **dict.fromkeys(VERBS, NOUNS | {"settings", "subject"}),
     "cli": VERBS | {"data", "hf", "results", "settings"},
     "__main__": {"cli"},
-    "__init__": NOUNS | VERBS | {"cli", "reporting", "settings"},
+    "__init__": NOUNS | VERBS | {"cli", "reporting", "settings", "subject"},
 }
 """Package -> the packages that it may import, besides itself and `core`."""
 EXCEPTIONS = {"fulldepth.skip.heal": {"training"}}

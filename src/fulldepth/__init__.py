@@ -56,6 +56,7 @@ _ROOMS = (
     "results",
     "settings",
     "skip",
+    "subject",
     "training",
 )
 

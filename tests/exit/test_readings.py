@@ -101,7 +101,7 @@ def test_one_sequence_has_no_two_parts():
         splits(readings(torch.randn(3, 5, 3), torch.randint(3, (5,)), per_sequence=5), 0.5, 0)
 
 
-CLASSIFIER = SimpleNamespace(classifies=True)
+CLASSIFIER, LANGUAGE = (SimpleNamespace(anatomy=SimpleNamespace(classifies=classifies)) for classifies in (True, False))
 
 
 def made(correct, target, clusters=None):
@@ -123,7 +123,7 @@ def test_nothing_is_advised_at_chance():
     constant = target == np.bincount(target).argmax()
     assert float(data.frequent.mean()) == pytest.approx(constant.mean())
     assert data.lead.value == pytest.approx(right.mean() - constant.mean())
-    for subject in (CLASSIFIER, SimpleNamespace(classifies=False)):
+    for subject in (CLASSIFIER, LANGUAGE):
         said = no_advice(subject, data)
         assert f"{100 * right.mean():.1f} ± " in said
         assert f"({constant.mean():.1%})" in said

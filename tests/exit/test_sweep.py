@@ -14,9 +14,9 @@ from exit.conftest import LABELS, sharpened, taught
 from fulldepth import exit
 from fulldepth.exit.readings import Exit
 from fulldepth.exit.served import EarlyExit
-from fulldepth.exit.subject import open_checkpoint, prepare_subject
 from fulldepth.results import Results
 from fulldepth.settings.exit import ExitSettings
+from fulldepth.subject import Subject
 from measurement import oracle
 from refusals import refused
 from skip.word_tokenizer import tokenizer
@@ -70,19 +70,19 @@ def test_a_classifier_of_texts(labelled, name, side, min_layer):
 def test_samples_leave_where_they_leave_alone(labelled):
     """The run with removed samples, in a mixed batch and one by one."""
     model = sharpened("bert-classifier", 2.0)
-    settings = ExitSettings()
-    subject = prepare_subject(open_checkpoint(model, settings), labelled, settings, tokenizer())
-    early = EarlyExit(subject)
-    targets = range(len(subject.sequences))
-    texts, _ = by_layer(model, labelled)
-    order = [int(subject.sequences.collate([index]).sequence[0]) for index in targets]
-    for rule in RULES:
-        when = Exit(rule, 0.6, 1, 3)
-        together = early.run(subject.sequences.collate(list(targets)).inputs, when)
-        alone = [early.run(subject.sequences.collate([index]).inputs, when) for index in targets]
-        assert together[1].tolist() == [int(part[1][0]) for part in alone]
-        assert_close(together[0], torch.cat([part[0] for part in alone]))
-        assert sorted(together[1].tolist()) == sorted(plain.leave(texts[i], rule, 0.6, 1) for i in order)
+    opening = Subject.open(model, labelled, ExitSettings(), needs={"head", "targets"}, tokenizer=tokenizer())
+    with opening as subject:
+        early = EarlyExit(subject)
+        targets = range(len(subject.sequences))
+        texts, _ = by_layer(model, labelled)
+        order = [int(subject.sequences.collate([index]).sequence[0]) for index in targets]
+        for rule in RULES:
+            when = Exit(rule, 0.6, 1, 3)
+            together = early.run(subject.sequences.collate(list(targets)).inputs, when)
+            alone = [early.run(subject.sequences.collate([index]).inputs, when) for index in targets]
+            assert together[1].tolist() == [int(part[1][0]) for part in alone]
+            assert_close(together[0], torch.cat([part[0] for part in alone]))
+            assert sorted(together[1].tolist()) == sorted(plain.leave(texts[i], rule, 0.6, 1) for i in order)
 
 
 def test_the_sample_of_positions_does_not_depend_on_batches(texts):

@@ -17,11 +17,11 @@ from fulldepth import exit
 from fulldepth.execution import find_anatomy
 from fulldepth.exit.readings import Exit
 from fulldepth.exit.served import EarlyExit
-from fulldepth.exit.subject import open_checkpoint, prepare_subject
 from fulldepth.hf import copy_to_exit_heads, exit_weights, open_model, save_exit_heads, truncated
 from fulldepth.hf.exit_heads import output_layer
 from fulldepth.losses import Objective, add_exit_heads
 from fulldepth.settings.exit import ExitSettings
+from fulldepth.subject import Subject
 from marks import thorough
 from refusals import refused
 
@@ -104,21 +104,16 @@ def check_commands(subject):
     for results in (lens, swept):
         assert results.values("lens_accuracy", "mean").iloc[-1] == pytest.approx(subject.accuracy, abs=1e-12)
         assert results.values("lens_loss", "mean").iloc[-1] == pytest.approx(subject.loss, rel=1e-4)
-    early = early_exit(subject)
-    for batch in early.subject.sequences.batches(4):
-        inputs = early.subject.inputs(batch.inputs)
-        logits, _ = early.run(inputs, Exit("confidence", 1.0, 1, early.subject.anatomy.num_layers))
-        expected = subject.logits[batch.sequence]
-        assert torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    with Subject.open(subject.folder, subject.data, ExitSettings(), needs={"head", "targets"}) as opened:
+        early = EarlyExit(opened)
+        for batch in opened.sequences.batches(4):
+            logits, _ = early.run(opened.inputs(batch.inputs), Exit("confidence", 1.0, 1, opened.anatomy.num_layers))
+            expected = subject.logits[batch.sequence]
+            assert torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
     model, batch = subject.model, subject.batch()
     last = [0.0] * (find_anatomy(model).num_layers - 1) + [1.0]
     stock_loss = float(model(**batch).loss.detach())
     assert float(loss_of(model, batch, aligned=last).detach()) == pytest.approx(stock_loss, rel=1e-5)
-
-
-def early_exit(subject):
-    settings = ExitSettings(batch_size=4)
-    return EarlyExit(prepare_subject(open_checkpoint(subject.folder, settings), subject.data, settings))
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,7 @@ def scalars(blocks, num_layers=3, granularity="attention", seed=0, low=0.7, high
 def analysed(model, plan, data, settings=None, **options):
     """The results of a plan without the search for it."""
     given = {"blocks": len(plan.blocks), "granularity": plan.granularity, **options}
-    opened = {"tokenizer": None, "heldout": None}
-    with prepared(model, data, settings or SearchSettings(**given), Processes(), **opened) as problem:
+    with prepared(model, data, settings or SearchSettings(**given), Processes()) as problem:
         return outcome(plan, problem)
 
 

@@ -13,10 +13,12 @@ from fulldepth.data.examples import read_examples
 from fulldepth.execution import verify
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.results import Results
+from fulldepth.settings.loading import LoadingSettings
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.responses import Sampling, respond
 from fulldepth.skip.search import search
+from fulldepth.subject import Subject
 from refusals import refused
 from skip import plain, planned
 from skip.word_tokenizer import checkpoint as saved
@@ -116,7 +118,8 @@ def test_responses_are_found_again_and_never_written_over(tmp_path, monkeypatch)
 
     def made(count=2):
         sampling = Sampling(max_new_tokens=3, batch_size=2)
-        return respond(model, tokenizer(), PAIRS, count, tmp_path, sampling, "sha256:1", Watcher())
+        with Subject.open(model, None, LoadingSettings(), tokenizer=tokenizer()) as subject:
+            return respond(subject, PAIRS, count, tmp_path, sampling, Watcher())
 
     first, before = made(), file.read_bytes()
     assert first["prompts"] == 2

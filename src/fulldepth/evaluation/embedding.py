@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import read_json
-from fulldepth.evaluation.subject import hash_tokenizer
+from fulldepth.evaluation.model import hash_tokenizer
 from fulldepth.hf import anatomy_candidates, checkpoint_of, device_of, find_gguf, open_model, open_tokenizer, packaged
 from fulldepth.hf.file_checks import locate
 from fulldepth.hf.heads import pool

@@ -25,7 +25,7 @@ from fulldepth.data.drawing import block_clusters, draw_windows
 from fulldepth.data.opening import PIECES, open_data, sampled_texts
 from fulldepth.evaluation.embedding import Embedder
 from fulldepth.evaluation.harness import Answers, LayerReader
-from fulldepth.evaluation.subject import EvaluationSubject
+from fulldepth.evaluation.model import EvaluatedModel
 from fulldepth.hf.truncation import truncated
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.results import Finding
@@ -42,7 +42,7 @@ class Quality:
     """Measures the quality of generated text of one model.
 
     Args:
-        subject: the model.
+        model: with the blocks of its plan skipped.
         settings: with `generation_quality`, the text data.
         exit_layers: those of `EvaluateSettings.exit_layers_of`; None = the data are read at all layers, and the whole
             model and the first quarters of its layers generate.
@@ -52,19 +52,20 @@ class Quality:
             skipped in place, or the embedder embeds no texts.
     """
 
-    def __init__(self, subject: EvaluationSubject, settings: EvaluateSettings, exit_layers: list[int] | None) -> None:
-        self.subject = subject
+    def __init__(self, model: EvaluatedModel, settings: EvaluateSettings, exit_layers: list[int] | None) -> None:
+        self.subject = model.subject
+        self.identity = model.identity
         self.settings = settings
-        depth = subject.num_layers
+        depth = model.num_layers
         quarters = [max(1, round(depth * part / 4)) for part in (1, 2, 3)]
-        self.layers = exit_layers or sorted({*([] if subject.plan else quarters), depth})
+        self.layers = exit_layers or sorted({*([] if model.plan else quarters), depth})
         self.data_layers = exit_layers or list(range(1, depth + 1))
         if len(self.layers) > 1:
-            subject.check_can_be_cut()
+            model.check_can_be_cut()
         self.windows, self.clusters = self._windows()
         self.embedder: Embedder | None = None
         if settings.embedder is not None:
-            device = subject.model.device
+            device = model.subject.model.device
             self.embedder = Embedder(settings.embedder, device, trust_remote_code=settings.trust_remote_code)
         # what the numbers depend on beside settings and model
         self.content: list[Any] = [self.windows.tolist(), self.embedder and self.embedder.identity]
@@ -113,7 +114,7 @@ class Quality:
         """
         names = {"generation_quality", "exit_layers", "batch_size", "seed", *QUALITY}
         identity = {
-            **self.subject.identity,
+            **self.identity,
             "content": self.content,
             **self.settings.model_dump(include=names),
         }
@@ -179,7 +180,7 @@ class Quality:
         """Continuations of all prefixes, and the log-probabilities of their tokens under the whole model."""
         subject = self.subject
         start = self.settings.prefix_tokens
-        model = subject.model if layer == subject.num_layers else truncated(subject.anatomy, layer)
+        model = subject.model if layer == subject.anatomy.num_layers else truncated(subject.anatomy, layer)
         texts: list[str] = []
         likelihoods: list[float] = []
         device = subject.model.device

@@ -14,13 +14,14 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import Fingerprint
 from fulldepth.core.progress import Watcher
 from fulldepth.evaluation.loading import Loaded, load_tasks
+from fulldepth.evaluation.model import EvaluatedModel
 from fulldepth.evaluation.outcome import findings, task_entries
 from fulldepth.evaluation.quality import Quality, quality_findings
 from fulldepth.evaluation.scoring import ANSWERS, rows_of, score_tasks
-from fulldepth.evaluation.subject import EvaluationSubject, opened
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, claimed, finite, provenance, tabulate
 from fulldepth.settings.evaluate import EvaluateSettings
 from fulldepth.settings.keywords import takes_settings
+from fulldepth.subject import Subject
 
 KIND = "evaluation"
 
@@ -79,13 +80,20 @@ def evaluate(
                     f"{folder} holds an unfinished evaluation: continue it with resume, or start again with overwrite."
                 )
             shutil.rmtree(folder / ANSWERS, ignore_errors=True)
-        subject = held.enter_context(opened(model, settings, tokenizer, plan))
-        exit_layers = settings.exit_layers_of(subject.num_layers)
-        quality = None if settings.generation_quality is None else Quality(subject, settings, exit_layers)
+        needs = {"language", "head", "branches", "tokenizer"}
+        needs |= set() if plan is None else {"plain"}  # a plan's hash is that of the checkpoint alone
+        subject = held.enter_context(Subject.open(model, None, settings, needs=needs, tokenizer=tokenizer))
+        if settings.apply_chat_template and not subject.tokenizer.chat_template:
+            raise FulldepthError(
+                f"The tokenizer of {subject.checkpoint.name} has no chat template; leave out apply_chat_template."
+            )
+        evaluated = held.enter_context(EvaluatedModel.prepare(subject, plan))
+        exit_layers = settings.exit_layers_of(evaluated.num_layers)
+        quality = None if settings.generation_quality is None else Quality(evaluated, settings, exit_layers)
         content = {name: each.content for name, each in loaded.items()}, None if quality is None else quality.content
         places = {"task_data", "include_path", "generation_quality", "embedder", "tokenizer"}
         chosen = settings.model_dump(exclude={"device", "revision", "trust_remote_code", *places})
-        chosen |= {"content": content, **subject.identity}
+        chosen |= {"content": content, **evaluated.identity}
         fingerprint = str(Fingerprint(json.dumps(chosen, sort_keys=True)))
         if folder is not None and resume and not overwrite and (folder / DOCUMENT).exists():
             results = Results.load(folder)
@@ -97,7 +105,7 @@ def evaluate(
                 )
             results.save_page(folder)
         else:
-            results = _evaluated(subject, loaded, quality, settings, exit_layers, folder, watcher)
+            results = _scored(evaluated, loaded, quality, settings, exit_layers, folder, watcher)
             results.meta["fingerprint"] = fingerprint
             if folder is not None:
                 results.save(folder, watcher=watcher)
@@ -106,8 +114,8 @@ def evaluate(
         return results
 
 
-def _evaluated(
-    subject: EvaluationSubject,
+def _scored(
+    model: EvaluatedModel,
     tasks: dict[str, Loaded],
     quality: Quality | None,
     settings: EvaluateSettings,
@@ -117,8 +125,9 @@ def _evaluated(
 ) -> Results:
     """Score generated text and tasks, and put the numbers together."""
     written = [] if quality is None else quality.score(None if folder is None else folder / ANSWERS, watcher)
-    scored = score_tasks(subject, tasks, settings, exit_layers, folder, watcher)
-    plan = subject.plan
+    scored = score_tasks(model, tasks, settings, exit_layers, folder, watcher)
+    subject = model.subject
+    plan = model.plan
     skipped = plan and {
         "granularity": plan.granularity,
         "blocks": sorted(plan.blocks, key=str),
@@ -126,11 +135,12 @@ def _evaluated(
     }
     document = {
         **provenance(KIND, settings.model_dump(), packages=(*FRAMEWORKS, *(["lm-eval"] if settings.tasks else []))),
-        "model": subject.document,
+        "model": subject.checkpoint.describe()
+        | {"task": subject.anatomy.task, "num_layers": model.num_layers, "hash": subject.hash},
         "tasks": task_entries(scored),
         "quality_data": quality and quality.data,
         "skipped": skipped,
-        "warnings": list(subject.checkpoint.warnings) + scored.warnings,
-        "headline": findings(scored) | quality_findings(written, subject.num_layers),
+        "warnings": list(subject.warnings) + scored.warnings,
+        "headline": findings(scored) | quality_findings(written, model.num_layers),
     }
     return Results(tabulate([*rows_of(scored), *written]), dict(finite(document)))

@@ -21,7 +21,7 @@ from fulldepth.core.uncertainty import advisable, identity, ratio_error
 from fulldepth.data.conversations import reasoning_mark
 from fulldepth.evaluation.harness import SEED, Answers, LayerReader, layered_model, quiet, seeded
 from fulldepth.evaluation.loading import Loaded
-from fulldepth.evaluation.subject import EvaluationSubject
+from fulldepth.evaluation.model import EvaluatedModel
 from fulldepth.settings.evaluate import EvaluateSettings
 
 ANSWERS = "answers"
@@ -70,7 +70,7 @@ class Scored:
 
 
 def score_tasks(
-    subject: EvaluationSubject,
+    model: EvaluatedModel,
     tasks: dict[str, Loaded],
     settings: EvaluateSettings,
     exit_layers: list[int] | None,
@@ -80,7 +80,7 @@ def score_tasks(
     """Score all tasks at their exit layers.
 
     Args:
-        subject: the model.
+        model: with the blocks of its plan skipped.
         tasks: from `load_tasks`; taken out as they are scored.
         settings: of the evaluation.
         exit_layers: those of `EvaluateSettings.exit_layers_of`.
@@ -91,13 +91,13 @@ def score_tasks(
     Raises:
         FulldepthError: if a task cannot be run.
     """
-    scored = Scored()
+    scored, subject = Scored(), model.subject
     mark = reasoning_mark(subject.tokenizer) if settings.apply_chat_template else ""
     for earlier in () if folder is None else folder.glob(SAMPLES.format("*")):
         earlier.unlink()
     for name in list(tasks):
         loaded = tasks.pop(name)
-        layers = _layers_of(name, loaded, subject, exit_layers, scored.warnings)
+        layers = _layers_of(name, loaded, model, exit_layers, scored.warnings)
         if mark and not loaded.generates:
             scored.warnings.append(
                 f"The chat template begins each answer with {mark!r}: {name} scores answers in place of the reasoning, "
@@ -105,7 +105,7 @@ def score_tasks(
             )
         path = None if folder is None else folder / ANSWERS / f"{_file_name(name)}.jsonl"
         origin = {
-            **subject.identity,
+            **model.identity,
             "layers": layers,
             "unit": name,
             "tasks": loaded.content,
@@ -224,15 +224,15 @@ def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) 
 
 
 def _layers_of(
-    name: str, loaded: Loaded, subject: EvaluationSubject, exit_layers: list[int] | None, warnings: list[str]
+    name: str, loaded: Loaded, model: EvaluatedModel, exit_layers: list[int] | None, warnings: list[str]
 ) -> list[int]:
     """The exit layers of a task; a note on them is added to the warnings."""
-    depth = subject.num_layers
+    depth = model.num_layers
     if not loaded.generates:
         return exit_layers or list(range(1, depth + 1))
     layers = exit_layers or [depth]
     if len(layers) > 1:
-        subject.check_can_be_cut()
+        model.check_can_be_cut()
     if exit_layers is None:
         warnings.append(
             f"{name} generates text, which takes a run per exit layer: only the whole model was scored. Name "

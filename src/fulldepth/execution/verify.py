@@ -349,7 +349,8 @@ def prove(
         FulldepthError: if it is not a causal language model, or its anatomy cannot be verified.
     """
     candidates = [model] if isinstance(model, Anatomy) else anatomy_candidates(model)
-    owner = check_task(candidates[0]).model
+    owner = candidates[0].model
+    check_language(owner, candidates[0].task)
     inputs = {name: tensor[:2].to(device_of(owner)) for name, tensor in inputs.items()}
     verified = verify(candidates, inputs, optional=optional)
     if verified.classifier is None:
@@ -357,15 +358,14 @@ def prove(
     return verified.anatomy, verified.classifier
 
 
-def check_task(anatomy: Anatomy) -> Anatomy:
-    """Return the anatomy if its model is a causal language model.
+def check_language(model: PreTrainedModel, task: str) -> None:
+    """Refuse a model whose task is not that of a causal language model.
 
     Raises:
         FulldepthError: for other models.
     """
-    if anatomy.task != "causal-lm":
+    if task != "causal-lm":
         raise FulldepthError(
-            f"{type(anatomy.model).__name__} is no causal language model: it does not predict the next token at every "
-            "position."
+            f"{one_line(type(model).__name__, 100)} is no causal language model: it does not predict the next token at "
+            "every position."
         )
-    return anatomy

@@ -11,21 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.progress import Watcher
-from fulldepth.execution import find_anatomy
 from fulldepth.execution.readers import prove
 from fulldepth.execution.stream import TOLERANCE
 from fulldepth.exit.readings import no_advice, read
-from fulldepth.exit.subject import open_checkpoint, prepare_subject
 from fulldepth.hf import (
     Anatomy,
-    Checkpoint,
     ModelCard,
-    evaluating,
     exit_heads_of,
     few_layers,
     first_layers,
@@ -33,7 +28,6 @@ from fulldepth.hf import (
     save_exit_heads,
     silent,
     truncated,
-    unwrapped,
 )
 from fulldepth.hf.asked_outputs import asked_outputs, make_plain, restore_outputs
 from fulldepth.hf.checkpoint_folder import (
@@ -55,6 +49,7 @@ from fulldepth.hf.file_checks import PROCESSOR_FILES
 from fulldepth.hf.promises import withdraw_promises
 from fulldepth.settings.exit import LayersSettings
 from fulldepth.settings.keywords import takes_settings
+from fulldepth.subject import Subject, chosen_tokenizer
 
 LOGGER = logging.getLogger(__name__)
 PIPELINES = {
@@ -123,16 +118,15 @@ def export_layers(
     if settings.effective_depth is None and data is not None:
         raise FulldepthError("--data has no effect without --effective-depth.")
     check_target(target)
-    checkpoint = open_checkpoint(unwrapped(model) if isinstance(model, nn.Module) else model, settings)
-    with evaluating(checkpoint.model):
-        anatomy = find_anatomy(checkpoint.model)
-        if settings.effective_depth is not None or size_of(checkpoint.model) >= LARGE:
-            _rehearse(checkpoint, anatomy, target, settings, tokenizer)
-        layers, reason = _choose(checkpoint, anatomy, settings, data, tokenizer, watcher)
-        return _export(checkpoint, anatomy, truncated(anatomy, layers), target, settings, tokenizer, reason)
+    with Subject.open(model, None, settings) as subject:
+        saved = chosen_tokenizer(settings, tokenizer)
+        if settings.effective_depth is not None or size_of(subject.model) >= LARGE:
+            _rehearse(subject, target, settings, saved)
+        layers, reason = _choose(subject, settings, data, tokenizer, watcher)
+        return _export(subject, truncated(subject.anatomy, layers), target, settings, saved, reason)
 
 
-def _rehearse(checkpoint: Checkpoint, anatomy: Anatomy, target: Path, settings: LayersSettings, tokenizer: Any) -> None:
+def _rehearse(subject: Subject, target: Path, settings: LayersSettings, tokenizer: Any) -> None:
     """Export a few layers beside `target`, load and compare them, and remove them, before the work.
 
     Nothing is tried if the model cannot be cut there, or its own layers cannot be compared.
@@ -142,17 +136,16 @@ def _rehearse(checkpoint: Checkpoint, anatomy: Anatomy, target: Path, settings: 
     """
     with trial(target) as place:
         try:
-            cut = first_layers(anatomy, few_layers(anatomy))
-            cut(**sample_inputs(anatomy))
+            cut = first_layers(subject.anatomy, few_layers(subject.anatomy))
+            cut(**sample_inputs(subject.anatomy))
         except Exception as error:  # of any class of transformers; other layers may do
             LOGGER.debug("no first layers to try the export on: %s", error)
             return
-        _export(checkpoint, anatomy, cut, place, settings, tokenizer, "")
+        _export(subject, cut, place, settings, tokenizer, "")
 
 
 def _export(
-    checkpoint: Checkpoint,
-    anatomy: Anatomy,
+    subject: Subject,
     cut: PreTrainedModel,
     target: Path,
     settings: LayersSettings,
@@ -160,6 +153,8 @@ def _export(
     reason: str,
 ) -> LayersExport:
     """Write the checkpoint of a model that was cut, and verify it."""
+    checkpoint = subject.checkpoint
+    anatomy = subject.anatomy
     make_plain(cut.config)
     withdrawn = withdraw_promises(cut.config, cut.state_dict())
     stock = type(cut).__module__.startswith("transformers.")
@@ -175,23 +170,26 @@ def _export(
             if not copy_files(PROCESSOR_FILES, checkpoint.name, folder, settings.revision):
                 notes.append("No image processor was found with the checkpoint.")
         else:
-            hub: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
-            own = settings.tokenizer if tokenizer is None else tokenizer
-            notes += save_tokenizer(own, (checkpoint.name, checkpoint.model.name_or_path), folder, **hub)
+            notes += save_tokenizer(
+                tokenizer,
+                (checkpoint.name, checkpoint.model.name_or_path),
+                folder,
+                revision=settings.revision,
+                trust_remote_code=settings.trust_remote_code,
+            )
             publish_older_tokenizer(folder)
         strip_foreign_code(folder, carries_code=not stock)
         error = _prove(folder, anatomy, cut, "stock" if stock else "carried")
         parameters = count_parameters(folder)
         layers = replace(anatomy, model=cut).num_layers
         report = LayersExport(target, layers, anatomy.num_layers, parameters, 0, error, tuple(notes))
-        _card(checkpoint, anatomy, report).write(folder)
+        _card(subject, report).write(folder)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return replace(report, bytes=size)
 
 
 def _choose(
-    checkpoint: Checkpoint,
-    anatomy: Anatomy,
+    subject: Subject,
     settings: LayersSettings,
     data: Any,
     tokenizer: Any,
@@ -202,24 +200,23 @@ def _choose(
     Raises:
         FulldepthError: if it is out of range, or nothing is advised.
     """
-    num_layers = anatomy.num_layers
+    num_layers = subject.anatomy.num_layers
     share = 1 - (settings.effective_depth or 0)
     if (layers := settings.layers) is not None:
         if layers > num_layers:
-            raise FulldepthError(
-                f"{type(checkpoint.model).__name__} has {num_layers} layers, so its first {layers} cannot be exported."
-            )
+            raise FulldepthError(f"{subject.kind} has {num_layers} layers, so its first {layers} cannot be exported.")
         return layers, f"The first {layers} of {num_layers} layers."
-    check_cut(anatomy)
-    subject = prepare_subject(checkpoint, data, settings, tokenizer)
-    readings = read(subject, (), settings, watcher)
-    if reason := no_advice(subject, readings):
+    check_cut(subject.anatomy)
+    needs = {"head", "targets"}
+    with Subject.open(subject.checkpoint, data, settings, needs=needs, tokenizer=tokenizer) as measured:
+        readings = read(measured, (), settings, watcher)
+    if reason := no_advice(measured, readings):
         raise FulldepthError(f"{reason} Give other data, or choose the layers with --layers.")
     plain, low, layers = readings.depth(share)
     cut, full = (readings.accuracy(readings.all_at(layer)) for layer in (layers, num_layers))
     return layers, (
         f"The first {layers} of {num_layers} layers: the fewest shown to keep at least {share:.0%} of the full model's "
-        f"accuracy on {subject.sequences.name} ({cut:.1%} and {full:.1%}; by the estimates alone {plain}, 95 % "
+        f"accuracy on {measured.sequences.name} ({cut:.1%} and {full:.1%}; by the estimates alone {plain}, 95 % "
         f"interval {low} to {layers})."
     )
 
@@ -252,11 +249,11 @@ def _prove(folder: Path, anatomy: Anatomy, cut: PreTrainedModel, reader: str) ->
     return prove(folder, given, expected, TOLERANCE[expected.dtype], reader)
 
 
-def _card(checkpoint: Checkpoint, anatomy: Anatomy, report: LayersExport) -> ModelCard:
+def _card(subject: Subject, report: LayersExport) -> ModelCard:
     """The model card."""
-    name = one_line(checkpoint.name, 200)
-    kind = type(checkpoint.model).__name__
-    exit_head = exit_heads_of(checkpoint.model).get(report.layers)
+    name = one_line(subject.checkpoint.name, 200)
+    kind = type(subject.model).__name__
+    exit_head = exit_heads_of(subject.model).get(report.layers)
     head = "its head" if exit_head is None else f"layer {report.layers}'s own head"
     layers = f"first {report.layers} of {report.num_layers} layers"
     return ModelCard(
@@ -271,8 +268,8 @@ def _card(checkpoint: Checkpoint, anatomy: Anatomy, report: LayersExport) -> Mod
             "Largest difference of a logit after loading": f"{report.logit_error:.1e} of the largest logit",
         },
         loading=f'from transformers import {kind}\n\nmodel = {kind}.from_pretrained("PATH")',
-        source=checkpoint.name,
+        source=subject.checkpoint.name,
         tags=["early-exit", "pruning"],
         notes=["\n".join(f"- {note}" for note in report.notes)],
-        pipeline=PIPELINES.get(anatomy.task, "feature-extraction"),
+        pipeline=PIPELINES.get(subject.anatomy.task, "feature-extraction"),
     )

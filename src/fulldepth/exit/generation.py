@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ from fulldepth.data import decode_ids
 from fulldepth.data.conversations import encode_prompt
 from fulldepth.execution.decoding import Decoder, Generation, Options, Stats
 from fulldepth.execution.latency import machine
-from fulldepth.execution.subject import open_checkpoint
-from fulldepth.hf import Checkpoint, checkpoint_of, depth_of, device_of, open_tokenizer
+from fulldepth.hf import device_of
 from fulldepth.results import Results, claimed, provenance
 from fulldepth.results.document import Finding
 from fulldepth.results.folder import finite
 from fulldepth.results.table import tabulate
 from fulldepth.settings.generate import GenerateSettings
 from fulldepth.settings.keywords import takes_settings
+from fulldepth.subject import Subject, stated_depth
 
 
 @dataclass(frozen=True)
@@ -69,22 +70,21 @@ def generate_texts(
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not prompts or any(not prompt.strip() for prompt in prompts):
         raise FulldepthError("A prompt is empty; give some text to continue.")
-    with claimed(output, overwrite):
-        named: dict[str, Any] = settings.model_dump(include={"revision", "trust_remote_code"})
+    with ExitStack() as held:
+        held.enter_context(claimed(output, overwrite))
         layers: dict[str, Any] = settings.model_dump(include={field.name for field in fields(Options)})
-        if not isinstance(model, PreTrainedModel):  # options that do not fit are refused before weights are loaded
-            depth = depth_of(checkpoint_of(model), **named)
-            if depth is not None:
-                Options(num_layers=depth, **layers)
-        checkpoint = open_checkpoint(model, settings)
-        tokenizer = open_tokenizer(checkpoint, settings.tokenizer if tokenizer is None else tokenizer, **named)
-        if settings.chat is None and getattr(tokenizer, "chat_template", None):
+        depth = stated_depth(model, settings)
+        if depth is not None:
+            Options(num_layers=depth, **layers)  # options that do not fit are refused before weights are loaded
+        needs = {"language", "tokenizer"}
+        subject = held.enter_context(Subject.open(model, None, settings, needs=needs, tokenizer=tokenizer))
+        if settings.chat is None and getattr(subject.tokenizer, "chat_template", None):
             watcher.say("The prompt is put into the chat template; --raw continues it as it is.")
         watcher.begin("Generating", settings.max_new_tokens)
         generation = generate(
-            checkpoint.model,
+            subject.model,
             prompts,
-            tokenizer=tokenizer,
+            tokenizer=subject.tokenizer,
             chat=settings.chat,
             max_new_tokens=settings.max_new_tokens,
             do_sample=settings.samples,
@@ -96,7 +96,7 @@ def generate_texts(
             **layers,
         )
         texts = generation.texts or []
-        results = _results(checkpoint, prompts, texts, generation.stats, settings)
+        results = _results(subject, prompts, texts, generation.stats, settings)
         if output is not None:
             results.save(output)
     return Written(prompts, texts, generation, results)
@@ -181,7 +181,7 @@ def _encode(tokenizer: Any, prompts: Sequence[str], chat: bool | None, device: t
 
 
 def _results(
-    checkpoint: Checkpoint, prompts: list[str], texts: list[str], stats: Stats, settings: GenerateSettings
+    subject: Subject, prompts: list[str], texts: list[str], stats: Stats, settings: GenerateSettings
 ) -> Results:
     """Document and table."""
     seconds = stats.prompt_seconds + stats.seconds
@@ -204,12 +204,10 @@ def _results(
         )
         findings["theoretical_speedup"] = Finding(stats.theoretical_speedup, "1", sentence)
     document = {
-        **provenance(
-            "generation", settings.model_dump(), seed=settings.seed, machine=machine(device_of(checkpoint.model))
-        ),
-        "model": checkpoint.describe() | {"task": "causal-lm", "num_layers": stats.num_layers},
+        **provenance("generation", settings.model_dump(), seed=settings.seed, machine=machine(subject.device)),
+        "model": subject.checkpoint.describe() | {"task": "causal-lm", "num_layers": stats.num_layers},
         "timings": {"forward": stats.seconds, "total": seconds},
-        "warnings": list(checkpoint.warnings),
+        "warnings": list(subject.warnings),
         "headline": {name: finding.document() for name, finding in findings.items()},
         "generation": {"prompts": prompts, "texts": texts, "stats": stats.as_dict()},
     }

@@ -35,9 +35,9 @@ from fulldepth.data import Batch
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.decoding import ExitRule, certainty
 from fulldepth.execution.lens import largest_rank, position_ranks
-from fulldepth.exit.subject import ExitSubject
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.settings.exit import LayerReadingSettings, Rule
+from fulldepth.subject import Subject
 
 CANDIDATES = 200
 """Most thresholds that a calibration tries, besides the given ones."""
@@ -155,7 +155,8 @@ class Readings:
         """If samples leave after `layers: [N]`: `accuracy`, `loss` in nats, `agreement` (share of samples with the full
         model's class) and `drop`, the full model's accuracy minus this one, paired.
         """
-        prediction, full = self.prediction.gather(0, layers[None])[0], self.prediction[-1]
+        prediction = self.prediction.gather(0, layers[None])[0]
+        full = self.prediction[-1]
         correct = prediction == self.target
         numbers = {
             "accuracy": correct,
@@ -166,13 +167,19 @@ class Readings:
         return {name: Mean.of(values, self.cluster) for name, values in numbers.items()}
 
 
-def no_advice(subject: ExitSubject, readings: Readings) -> str | None:
+def batch_size_of(subject: Subject, settings: LayerReadingSettings) -> int:
+    """Sequences in a batch: the setting, or 64 of a classifier and 8 of a language model."""
+    return settings.batch_size or (64 if subject.anatomy.classifies else 8)
+
+
+def no_advice(subject: Subject, readings: Readings) -> str | None:
     """Why nothing is advised: the full model is not measurably better than a constant prediction; None if it is."""
-    lead, full = readings.lead, readings.full
+    lead = readings.lead
+    full = readings.full
     if advisable(lead.value, lead.error):
         return None
     error = "" if full.error is None else f" ± {100 * full.error:.1f}"
-    what = ("answering", "class") if subject.classifies else ("predicting", "token")
+    what = ("answering", "class") if subject.anatomy.classifies else ("predicting", "token")
     chance = float(readings.frequent.mean())
     constant = f"not measurably more than always {what[0]} the most frequent {what[1]} ({chance:.1%})"
     if lead.error is None:
@@ -181,7 +188,7 @@ def no_advice(subject: ExitSubject, readings: Readings) -> str | None:
 
 
 @torch.no_grad()
-def read(subject: ExitSubject, rules: Sequence[Rule], settings: LayerReadingSettings, watcher: Watcher) -> Readings:
+def read(subject: Subject, rules: Sequence[Rule], settings: LayerReadingSettings, watcher: Watcher) -> Readings:
     """Run the data through the model once, and apply its classifier to all layers, for all rules and thresholds.
 
     Args:
@@ -194,10 +201,12 @@ def read(subject: ExitSubject, rules: Sequence[Rule], settings: LayerReadingSett
         FulldepthError: if states are NaN or infinite.
     """
     watcher.begin(f"Reading the layers of {Path(subject.checkpoint.name).name}", len(subject.sequences))
-    highest = None if subject.classifies else largest_rank(subject.sequences, settings.lens_tokens, settings.seed)
+    highest = (
+        None if subject.anatomy.classifies else largest_rank(subject.sequences, settings.lens_tokens, settings.seed)
+    )
     parts: list[Readings] = []
     with capture(subject.anatomy, ["residual"]) as activations:
-        for batch in subject.sequences.batches(subject.batch_size):
+        for batch in subject.sequences.batches(batch_size_of(subject, settings)):
             inputs = subject.inputs(batch.inputs if batch.masked_inputs is None else batch.masked_inputs)
             subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
             states = activations["residual"]
@@ -221,23 +230,27 @@ def _combined(parts: Sequence[Readings], combine: Callable[[Sequence[Tensor]], T
 
 
 def _read_batch(
-    subject: ExitSubject, batch: Batch, states: Sequence[Tensor], rules: Sequence[Rule], highest: int | None, seed: int
+    subject: Subject, batch: Batch, states: Sequence[Tensor], rules: Sequence[Rule], highest: int | None, seed: int
 ) -> Readings:
     """The readings of one batch of texts, or of labelled texts or images."""
-    targets = batch.labels if subject.classifies else batch.targets
+    targets = batch.labels if subject.anatomy.classifies else batch.targets
     assert targets is not None  # there are targets in the data
     chosen = targets != IGNORE
     if highest is not None:
         chosen &= position_ranks(targets, batch.sequence, seed) <= highest
     target = targets[chosen]
     mask = subject.classifier.sample_mask(batch.inputs, batch.mask(states[0].shape[1]))
-    size = max(1, len(target) if subject.classifies else CHUNK_ELEMENTS // (subject.anatomy.vocab_size or 1))
+    size = max(1, len(target) if subject.anatomy.classifies else CHUNK_ELEMENTS // (subject.anatomy.vocab_size or 1))
     layers: list[list[Tensor]] = []  # of each layer: predictions, losses, value of each rule, [N] each
     named = [rule for rule in rules if rule != "patience"]
     for layer, state in enumerate(states):
-        head, read, parts = subject.classifier.at(layer), [], state[chosen.to(state.device)].split(size)
+        head = subject.classifier.at(layer)
+        read = []
+        parts = state[chosen.to(state.device)].split(size)
         for part, expected in zip(parts, target.split(size), strict=True):
-            raw = head.sequences(part, mask[chosen].to(part.device)) if subject.classifies else head.tokens(part)
+            raw = (
+                head.sequences(part, mask[chosen].to(part.device)) if subject.anatomy.classifies else head.tokens(part)
+            )
             logits = raw if raw.dtype == torch.float64 else raw.float()
             picked = logits.gather(-1, expected.to(logits.device)[:, None])[:, 0]
             values = [logits.logsumexp(-1) - picked, *(certainty(logits, rule) for rule in named)]
@@ -263,7 +276,8 @@ def calibrated(readings: Readings, rule: Rule, min_layer: int, given: Sequence[f
         given: further candidates.
         target: largest fall in accuracy, in [0, 1).
     """
-    best, whole = 1.0, readings.accuracy(readings.all_at(readings.num_layers))
+    best = 1.0
+    whole = readings.accuracy(readings.all_at(readings.num_layers))
     for threshold in sorted(candidates(readings, rule, min_layer, given), reverse=True):
         layers = readings.layers(Exit(rule, threshold, min_layer, readings.num_layers))
         if not whole - readings.accuracy(layers) <= target + 1e-12:

@@ -18,10 +18,10 @@ from fulldepth.data.batches import in_batches
 from fulldepth.execution.decoding import ExitRule
 from fulldepth.execution.latency import OtherLoad, now, order
 from fulldepth.execution.layer_runner import LayerRunner
-from fulldepth.execution.subject import small_batch
-from fulldepth.exit.readings import Exit, Readings
-from fulldepth.exit.subject import ExitSubject
+from fulldepth.exit.readings import Exit, Readings, batch_size_of
 from fulldepth.settings.exit import ExitSettings
+from fulldepth.subject import Subject
+from fulldepth.subject.open import small_batch
 
 MOST_CHANGED = 0.01
 IN_HALF = 0.05
@@ -82,7 +82,7 @@ class EarlyExit:
         subject: the model, with data for the check of its layers.
     """
 
-    def __init__(self, subject: ExitSubject) -> None:
+    def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self._runner = LayerRunner(subject.anatomy, subject.inputs(small_batch(subject.sequences).inputs))
 
@@ -108,8 +108,8 @@ class EarlyExit:
             states = anatomy.handed_on(output)
             if layer < first:
                 continue
-            stream = anatomy.stream(output)  # [N, T, D]
-            classifier = self.subject.classifier
+            stream = anatomy.stream(output)
+            classifier = self.subject.classifier  # [N, T, D]
             every = torch.ones(stream.shape[:2], dtype=torch.bool, device=stream.device)
             mask = inputs.get("attention_mask", every)
             logits = classifier.at(layer).sequences(stream, classifier.sample_mask(inputs, mask))
@@ -131,7 +131,7 @@ class EarlyExit:
 
 @torch.no_grad()
 def timed(
-    subject: ExitSubject, exits: Mapping[Exit, Tensor], readings: Readings, settings: ExitSettings, watcher: Watcher
+    subject: Subject, exits: Mapping[Exit, Tensor], readings: Readings, settings: ExitSettings, watcher: Watcher
 ) -> tuple[dict[Exit, SpeedUp], float]:
     """Time early exit against the model's own forward pass, batch by batch and in changing order.
 
@@ -153,12 +153,13 @@ def timed(
     """
     early = EarlyExit(subject)
     load = OtherLoad()
-    model = subject.checkpoint.model
+    model = subject.model
+    batch_size = batch_size_of(subject, settings)
     place = {int(sequence): row for row, sequence in enumerate(readings.sequence)}
     # full batches of the samples that were read
-    groups = [[index for index in group if index in place] for group in subject.sequences.groups(subject.batch_size)]
+    groups = [[index for index in group if index in place] for group in subject.sequences.groups(batch_size)]
     if subject.sequences.batching == "padded":
-        groups = in_batches([index for group in groups for index in group], subject.batch_size)
+        groups = in_batches([index for group in groups for index in group], batch_size)
     groups = [group for group in groups if group]
     rounds = settings.repeats
     watcher.begin("Timing early exit", rounds * len(groups))

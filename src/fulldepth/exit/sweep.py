@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -17,14 +17,13 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.execution.decoding import Decoder, Generation
 from fulldepth.execution.latency import OtherLoad, machine, order
-from fulldepth.exit.readings import Exit, Readings, calibrated, no_advice, read, splits
+from fulldepth.exit.readings import Exit, Readings, batch_size_of, calibrated, no_advice, read, splits
 from fulldepth.exit.served import SpeedUp, timed
-from fulldepth.exit.subject import ExitSubject, open_checkpoint, prepare_subject
-from fulldepth.hf import evaluating, unwrapped
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.results import Finding, Results, claimed, finite, provenance, tabulate
 from fulldepth.settings.exit import ExitSettings
 from fulldepth.settings.keywords import takes_settings
+from fulldepth.subject import Subject, stated_depth
 
 MOST_GENERATED = 3
 """Thresholds of each rule with which text is generated beside the sweep of a language model."""
@@ -119,27 +118,31 @@ def sweep(
             model's layers cannot be run one by one, or the folder holds other results.
     """
     start = perf_counter()
-    if isinstance(model, torch.nn.Module):
-        model = unwrapped(model)
-    with claimed(output, overwrite), evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext():
-        subject = prepare_subject(open_checkpoint(model, settings), data, settings, tokenizer)
+    with ExitStack() as held:
+        held.enter_context(claimed(output, overwrite))
+        _check_min_layer(settings, stated_depth(model, settings))  # before weights are loaded
+        needs = {"head", "targets"}
+        subject = held.enter_context(Subject.open(model, data, settings, needs=needs, tokenizer=tokenizer))
+        _check_min_layer(settings, subject.anatomy.num_layers)
         for warning in subject.warnings:
             watcher.say(warning)
         loaded = perf_counter()
         readings = read(subject, settings.rule, settings, watcher)
         read_at = perf_counter()
         rows, parts = _rows(readings, settings)
-        report, seconds = parts["report"], None
-        if subject.classifies and settings.repeats:
+        report = parts["report"]
+        seconds = None
+        if subject.anatomy.classifies and settings.repeats:
             exits = {row.exit: row.layers for row in rows if row.split == "report"}
             speedups, seconds = timed(subject, exits, report, settings, watcher)
             rows = [replace(row, speedup=speedups[row.exit]) if row.split == "report" else row for row in rows]
-        full, decoder = report.scores(report.all_at(report.num_layers)), subject.anatomy.task == "causal-lm"
+        full = report.scores(report.all_at(report.num_layers))
+        decoder = subject.anatomy.task == "causal-lm"
         content = {
             **provenance("exit", settings.model_dump(), seed=settings.seed, machine=machine(subject.device)),
             "model": subject.verified.describe(subject.checkpoint),
             "data": subject.sequences.describe() | {"samples": {name: len(p.sequence) for name, p in parts.items()}},
-            "batch_size": subject.batch_size,
+            "batch_size": batch_size_of(subject, settings),
             "full": {
                 **_stated({name: full[name] for name in ("accuracy", "loss")}),
                 "seconds": seconds,
@@ -159,9 +162,16 @@ def sweep(
     return results
 
 
+def _check_min_layer(settings: ExitSettings, depth: int | None) -> None:
+    """Refuse a `min_layer` beyond the model's layers; a depth of None is not known."""
+    if depth is not None and settings.min_layer > depth:
+        raise FulldepthError(f"min_layer is {settings.min_layer}, but the model has {depth} layers.")
+
+
 def _rows(readings: Readings, settings: ExitSettings) -> tuple[list[ExitRow], dict[str, Readings]]:
     """Every rule with every threshold, and the calibrated ones; on both parts where a threshold is chosen."""
-    target, parts = settings.target_accuracy_drop, {"report": readings}
+    target = settings.target_accuracy_drop
+    parts = {"report": readings}
     if target is not None:
         parts = splits(readings, settings.calibration_share, settings.seed)
     rows = []
@@ -196,9 +206,7 @@ def _stated(scores: Mapping[str, Mean]) -> dict[str, float | None]:
     }
 
 
-def _generated(
-    subject: ExitSubject, rows: Sequence[ExitRow], settings: ExitSettings, watcher: Watcher
-) -> dict[str, Any]:
+def _generated(subject: Subject, rows: Sequence[ExitRow], settings: ExitSettings, watcher: Watcher) -> dict[str, Any]:
     """The entry `generation`, or a warning if the decoder cannot be run token by token; empty if not asked for.
 
     Of each rule at most `MOST_GENERATED` thresholds below 1: the one for the target accuracy, and the highest.
@@ -220,7 +228,7 @@ def _generated(
 
 
 def generation_rows(
-    subject: ExitSubject, exits: Sequence[Exit], settings: ExitSettings, watcher: Watcher
+    subject: Subject, exits: Sequence[Exit], settings: ExitSettings, watcher: Watcher
 ) -> list[dict[str, Any]]:
     """One entry of `generation` in `results.json` for every rule and threshold.
 
@@ -231,13 +239,15 @@ def generation_rows(
     Raises:
         FulldepthError: if the model cannot be decoded layer by layer.
     """
-    decoder, limit = Decoder(subject.checkpoint.model), subject.anatomy.max_positions
+    decoder = Decoder(subject.model)
+    limit = subject.anatomy.max_positions
     batch = subject.sequences.collate(range(min(settings.prompts, len(subject.sequences))))
     width = int(batch.inputs["attention_mask"].sum(1).min()) // 2
     width = max(1, width if limit is None else min(width, limit - settings.max_new_tokens))
     prompts = batch.inputs["input_ids"][:, :width].to(subject.device)
     runs: list[dict[str, Any]] = [{}, *(exit.options for exit in exits)]  # run 0 is plain
-    rounds, load = max(1, settings.repeats), OtherLoad()
+    rounds = max(1, settings.repeats)
+    load = OtherLoad()
     watcher.begin("Generating with early exit", rounds * len(runs))
     made: dict[int, Generation] = {}
     seconds: list[list[float]] = [[] for _ in runs]
@@ -253,10 +263,12 @@ def generation_rows(
             )
             seconds[run].append(made[run].stats.seconds)
             watcher.advance(1)
-    share, plain = load.share(), made[0].sequences[:, width:]
+    share = load.share()
+    plain = made[0].sequences[:, width:]
     entries = []
     for run, options in enumerate(runs[1:], start=1):
-        stats, speedup = made[run].stats, SpeedUp.of(seconds[0], seconds[run], share) if settings.repeats else None
+        stats = made[run].stats
+        speedup = SpeedUp.of(seconds[0], seconds[run], share) if settings.repeats else None
         entry = {
             "exits": stats.exits,
             "tokens": stats.tokens,
@@ -268,11 +280,10 @@ def generation_rows(
     return entries
 
 
-def _headline(
-    subject: ExitSubject, readings: Readings, rows: Sequence[ExitRow], settings: ExitSettings
-) -> dict[str, Any]:
+def _headline(subject: Subject, readings: Readings, rows: Sequence[ExitRow], settings: ExitSettings) -> dict[str, Any]:
     """The findings: depth that the accuracy needs, the chosen thresholds or the best of those given, and its speed."""
-    full, findings = readings.full, {}
+    full = readings.full
+    findings = {}
     if reason := no_advice(subject, readings):
         return {"accuracy": Finding(full.value, "1", reason, standard_error=full.error).document()}
     plain, low, depth = readings.depth(1 - RELATIVE)
@@ -286,11 +297,14 @@ def _headline(
     estimate = f" By the estimates alone layer {plain} does." if plain != depth else ""
     sentence += f"{estimate} 95 % interval: layers {low} to {depth}."
     findings["effective_depth"] = Finding(depth, "layers", sentence)
-    report, target = [row for row in rows if row.split == "report"], settings.target_accuracy_drop
-    below, chosen = [row for row in report if row.exit.threshold < 1], [row for row in report if row.calibrated]
+    report = [row for row in rows if row.split == "report"]
+    target = settings.target_accuracy_drop
+    below = [row for row in report if row.exit.threshold < 1]
+    chosen = [row for row in report if row.calibrated]
     for row in chosen:
         suffix = "" if len(chosen) == 1 else f"_{row.exit.rule}"
-        rule, points = row.exit.rule, f"{100 * (target or 0):g} points"
+        rule = row.exit.rule
+        points = f"{100 * (target or 0):g} points"
         sentence = f"No threshold below 1 of the rule {rule} loses at most {points} on the calibration part."
         if row.exit.threshold < 1:
             lead = f"{rule.capitalize()} {row.exit.threshold:.4g}, chosen for at most {points} on other data"
@@ -309,9 +323,10 @@ def _headline(
     return {name: finding.document() for name, finding in findings.items()}
 
 
-def _did(subject: ExitSubject, row: ExitRow, lead: str, tolerance: float = 0.0) -> str:
-    """Sentence on what a threshold costs and saves."""
-    layers, what = row.exit.num_layers, "samples" if subject.classifies else "tokens"
+def _did(subject: Subject, row: ExitRow, lead: str, tolerance: float = 0.0) -> str:
+    """What a threshold costs and saves."""
+    layers = row.exit.num_layers
+    what = "samples" if subject.anatomy.classifies else "tokens"
     return (
         f"{lead}. {drop_sentence(row.scores['drop'], tolerance)}, to {row.scores['accuracy'].value:.1%}; "
         f"{row.scores['agreement'].value:.1%} of the full model's predictions; {what} leave after "
@@ -324,10 +339,10 @@ def _named(row: ExitRow) -> str:
     return "theoretical_speedup" if row.speedup is None else "speedup"
 
 
-def _speedup(subject: ExitSubject, row: ExitRow) -> Finding:
+def _speedup(subject: Subject, row: ExitRow) -> Finding:
     """The measured speed-up, or the counted one where nothing was timed."""
     if row.speedup is None:
-        bound = "" if subject.classifies else ", if later tokens needed none of the layers that were left out"
+        bound = "" if subject.anatomy.classifies else ", if later tokens needed none of the layers that were left out"
         return Finding(row.theory, "1", f"Counted, not timed: {row.theory:.2f} times fewer layers{bound}.")
     if row.speedup.verdict != "differs":
         return Finding(None, "1", row.speedup.sentence())

@@ -75,6 +75,11 @@ class Anatomy:
         return task_of(self.model)
 
     @property
+    def classifies(self) -> bool:
+        """Whether the model predicts one class for a text or an image."""
+        return self.task in ("text-classification", "image-classification")
+
+    @property
     def body(self) -> nn.Module:
         """The model without its head."""
         if self.family.body and hasattr(self.model, self.family.body.partition(".")[0]):

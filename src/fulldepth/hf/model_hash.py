@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fulldepth.core.files import Fingerprint
-from fulldepth.hf import loaded_weight
+from fulldepth.hf.modes import loaded_weight
 
 CHUNK = 2**22
 """Number of elements that are hashed at a time."""

@@ -10,10 +10,11 @@ from torch import nn
 
 from fulldepth.core.uncertainty import plural, quantile
 from fulldepth.measurement.headline import Clusters
-from fulldepth.measurement.subject import MeasuredSubject
+from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.base import NO_FIRST
 from fulldepth.settings.measure import MeasureSettings
+from fulldepth.subject import Subject
 
 FEW_CLUSTERS = 8
 """Clusters below which a warning states the width of the 95 % interval by Student's t."""
@@ -38,10 +39,9 @@ EMPTY = {"coherence": "the states do not vary along the sequence at any layer"}
 """Measure -> why it has no rows; for all others the reason is too few tokens or occurrences."""
 
 
-def caveats(subject: MeasuredSubject, setup: Setup, table: pd.DataFrame) -> list[str]:
-    """Return all warnings of a measurement; those of the checkpoint and the data come first."""
-    lines = [*subject.checkpoint.warnings, *subject.sequences.warnings, *subject.warnings]
-    lines.append(zero_weights(subject.checkpoint.model))
+def caveats(subject: Subject, counting: Counting, setup: Setup, table: pd.DataFrame) -> list[str]:
+    """All warnings, those of the checkpoint and the data first."""
+    lines = [*subject.warnings, *counting.warnings, zero_weights(subject.model)]
     clusters = Clusters.of(subject.sequences)
     if reason := clusters.no_standard_error:
         lines.append(f"No standard errors: {reason}.")
@@ -59,7 +59,7 @@ def caveats(subject: MeasuredSubject, setup: Setup, table: pd.DataFrame) -> list
     return [line for line in lines if line] + gaps(table, setup.num_layers)
 
 
-def sampling(subject: MeasuredSubject, settings: MeasureSettings, setup: Setup, table: pd.DataFrame) -> dict[str, Any]:
+def sampling(subject: Subject, settings: MeasureSettings, setup: Setup, table: pd.DataFrame) -> dict[str, Any]:
     """The entry `sampling` of `results.json`: sizes of the samples and of the populations that they were drawn from;
     `sentence`, None if nothing was sampled.
     """

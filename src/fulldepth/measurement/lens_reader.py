@@ -14,9 +14,9 @@ from fulldepth.data import Batch, decode_ids
 from fulldepth.execution import TopTokens, read_layers, top_tokens
 from fulldepth.execution.lens import largest_rank, position_ranks
 from fulldepth.hf import Classifier
-from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import Readout, saturation_layer
 from fulldepth.settings.measure import MeasureSettings
+from fulldepth.subject import Subject
 
 LONGEST = 40
 """Maximum number of characters of a token."""
@@ -33,7 +33,7 @@ class LensReader:
         process: this process; the first one makes the lens grid.
     """
 
-    def __init__(self, subject: MeasuredSubject, settings: MeasureSettings, process: Processes) -> None:
+    def __init__(self, subject: Subject, settings: MeasureSettings, process: Processes) -> None:
         self.subject = subject
         self.seed = settings.seed
         self.top = settings.grid_top

@@ -20,15 +20,14 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.data import Batch
 from fulldepth.execution import COEFFICIENTS, Verified, body_inputs, capture
-from fulldepth.execution.batching import model_inputs
 from fulldepth.hf import DetectionHeads
 from fulldepth.measurement import tokens
 from fulldepth.measurement.lens_reader import LensReader
 from fulldepth.measurement.plan import MeasurePlan
-from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.measurement.weights import feed_projections
 from fulldepth.metrics import Detections, Observation, SpectralNorm
 from fulldepth.settings.measure import MeasureSettings
+from fulldepth.subject import Subject
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}
 LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
@@ -55,7 +54,7 @@ class Clock:
 
 @torch.inference_mode()
 def run_pass(
-    subject: MeasuredSubject,
+    subject: Subject,
     plan: MeasurePlan,
     settings: MeasureSettings,
     process: Processes,
@@ -90,13 +89,12 @@ def run_pass(
     reader = LensReader(subject, settings, process) if plan.measures.keys() & LENS else None
     sites = plan.sites | {"residual"}
     device = plan.setup.device
-    dtype = subject.checkpoint.model.dtype
     with ExitStack() as stack:
         activations = stack.enter_context(capture(subject.anatomy, sites, stacked=device))
         other = stack.enter_context(capture(reference.anatomy, ["residual"], stacked=device)) if reference else None
         for number, batch in enumerate(subject.sequences.batches(settings.batch_size, process.rank, process.world)):
             progress = StepProgress(watcher, layers, len(batch))
-            inputs = model_inputs(batch.inputs, subject.device, dtype)
+            inputs = subject.inputs(batch.inputs)
             with clock("forward"):
                 subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
             with clock("states"):
@@ -110,12 +108,12 @@ def run_pass(
                 other.clear()
             read = states["residual"] if batch.masked_inputs is None else None
             if batch.masked_inputs is not None and plan.masked_pass:
-                inputs = model_inputs(batch.masked_inputs, subject.device, dtype)
+                inputs = subject.inputs(batch.masked_inputs)
                 with clock("forward (masked)"):
                     subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
                 read = activations.stack("residual", device)
                 activations.clear(keep_stacks=False)
-            observation = observe(subject, batch, states, read, reader, progress.advance)
+            observation = observe(subject, plan.counting, batch, states, read, reader, progress.advance)
             observation.coefficients = coefficients
             feed(plan, observation, clock)
             observation.__dict__.clear()  # measures keep the object to recognise it, which would keep its tensors
@@ -153,7 +151,8 @@ class StepProgress:
 
 
 def observe(
-    subject: MeasuredSubject,
+    subject: Subject,
+    counting: tokens.Counting,
     batch: Batch,
     states: dict[str, Tensor],
     read: Tensor | None,
@@ -164,6 +163,7 @@ def observe(
 
     Args:
         subject: model and data.
+        counting: which positions count.
         batch: the sequences.
         states: site -> activations of the unmasked text.
         read: `[L+1, B, T, D]` residual stream that the lens reads; None = no lens.
@@ -186,8 +186,8 @@ def observe(
     observation = Observation(
         states=states,
         attention_mask=mask,
-        counted=tokens.counted(subject.policy, mask, batch.token_ids, subject.eos, subject.leading),
-        pooled=subject.policy in tokens.POOLED,
+        counted=tokens.counted(counting.policy, mask, batch.token_ids, counting.eos, counting.leading),
+        pooled=counting.policy in tokens.POOLED,
         sequence=batch.sequence.to(device),
         labels=batch.labels,
         words=batch.words,
@@ -220,7 +220,7 @@ def feed(plan: MeasurePlan, observation: Observation, clock: Clock) -> None:
 
 
 def weigh(
-    subject: MeasuredSubject, plan: MeasurePlan, process: Processes, clock: Clock, advance: Callable[[int], None]
+    subject: Subject, plan: MeasurePlan, process: Processes, clock: Clock, advance: Callable[[int], None]
 ) -> None:
     """Compute the spectral norms; the matrices are divided among the processes. `advance` counts matrices."""
     if isinstance(norms := plan.measures.get("spectral_norm"), SpectralNorm):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from fulldepth.core.errors import FulldepthError, unknown
-from fulldepth.data import Sequences
 from fulldepth.execution import Verified
 from fulldepth.hf import available_memory
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import NO_TARGET
-from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.measurement.weights import projection_names, shares_of_heads
 from fulldepth.metrics import METRICS, Measure, Setup
 from fulldepth.settings.measure import MeasureSettings
+from fulldepth.subject import Subject
 
 UNUSUAL = {"routing", "boxes"}
 """Features of some models; for other models, measures of these features are left out silently."""
@@ -27,6 +25,7 @@ class MeasurePlan:
     """The measures that will run, and the reasons why others will not."""
 
     setup: Setup
+    counting: tokens.Counting
     measures: dict[str, Measure] = field(default_factory=dict)
     sites: set[str] = field(default_factory=set)
     """Activation sites to capture."""
@@ -43,7 +42,7 @@ class MeasurePlan:
         }
 
 
-def make_setup(subject: MeasuredSubject, settings: MeasureSettings) -> Setup:
+def make_setup(subject: Subject, counting: tokens.Counting, settings: MeasureSettings) -> Setup:
     """Sizes of model and data, known before the first batch."""
     anatomy = subject.anatomy
     sequences = subject.sequences
@@ -51,9 +50,9 @@ def make_setup(subject: MeasuredSubject, settings: MeasureSettings) -> Setup:
     lengths = sequences.lengths
     if not any(lengths):
         lengths = [verified.positions] * len(sequences)
-    num_tokens = tokens.how_many(subject.policy, lengths, subject.leading)
+    num_tokens = tokens.how_many(counting.policy, lengths, counting.leading)
     if not num_tokens:
-        raise FulldepthError(f"--token-policy {subject.policy} leaves no token: every sequence is a single one.")
+        raise FulldepthError(f"--token-policy {counting.policy} leaves no token: every sequence is a single one.")
     device = subject.device if subject.device.type != "mps" else torch.device("cpu")  # MPS has no float64
     return Setup(
         num_layers=anatomy.num_layers,
@@ -66,7 +65,7 @@ def make_setup(subject: MeasuredSubject, settings: MeasureSettings) -> Setup:
         num_sequences=len(sequences),
         clusters=(0,) * len(sequences) if sequences.no_error else tuple(sequences.clusters),
         num_tokens=num_tokens,
-        first_tokens=subject.policy == "all",
+        first_tokens=counting.policy == "all",
         reservoir_tokens=min(settings.reservoir_tokens or num_tokens, num_tokens),
         entropy_sequences=settings.entropy_sequences or len(sequences),
         words=tuple(settings.words),
@@ -77,32 +76,34 @@ def make_setup(subject: MeasuredSubject, settings: MeasureSettings) -> Setup:
 
 
 def make_plan(
-    names: Sequence[str] | None,
-    setup: Setup,
-    verified: Verified,
-    sequences: Sequences,
+    subject: Subject,
+    counting: tokens.Counting,
+    settings: MeasureSettings,
     *,
-    has_reference: bool,
+    has_reference: bool = False,
     shows_all: bool = False,
 ) -> MeasurePlan:
     """Choose the measures.
 
     Args:
-        names: requested measures; None = all that can run.
-        setup: sizes.
-        verified: the model and its verified anatomy.
-        sequences: the prepared data.
+        subject: model and data.
+        counting: which positions count.
+        settings: name the measures; None = all that can run.
         has_reference: whether there is a second model for MMD.
         shows_all: whether the lens grid shows every sequence, so that predictions are of use without targets.
 
     Raises:
         FulldepthError: for an unknown measure, or a requested one that cannot run, with the reason.
     """
+    names = settings.measures
+    verified = subject.verified
+    sequences = subject.sequences
+    setup = make_setup(subject, counting, settings)
     for name in names or ():
         if name not in METRICS:
             raise unknown("measure", name, METRICS)
-    plan = MeasurePlan(setup)
-    reasons = missing(setup, verified, sequences, has_reference, shows_all)
+    plan = MeasurePlan(setup, counting)
+    reasons = missing(setup, subject, has_reference, shows_all)
     for name, measure in METRICS.items():
         if names is not None and name not in names:
             continue
@@ -131,13 +132,12 @@ def make_plan(
     return plan
 
 
-def missing(
-    setup: Setup, verified: Verified, sequences: Sequences, has_reference: bool, shows_all: bool
-) -> dict[str, str]:
+def missing(setup: Setup, subject: Subject, has_reference: bool, shows_all: bool) -> dict[str, str]:
     """Missing requirement of measures -> reason."""
-    kind = type(verified.anatomy.model).__name__
-    without_boxes = verified.anatomy.task != "detection"
-    no_targets = _no_targets(verified, sequences, shows_all)
+    kind = subject.kind
+    sequences = subject.sequences
+    without_boxes = subject.anatomy.task != "detection"
+    no_targets = _no_targets(subject, shows_all)
     checks = {
         "targets": (bool(no_targets), no_targets),
         "routing": (not setup.routed_heads, f"{kind} has no memory of earlier layers"),
@@ -165,14 +165,16 @@ def missing(
     return {name: reason for name, (lacks, reason) in checks.items() if lacks}
 
 
-def _no_targets(verified: Verified, sequences: Sequences, shows_all: bool) -> str:
+def _no_targets(subject: Subject, shows_all: bool) -> str:
     """The reason why there are no targets; empty if there are, or predictions are shown without (single tokens)."""
+    verified = subject.verified
+    sequences = subject.sequences
     anatomy = verified.anatomy
     classifier = verified.classifier
     if classifier is None and "head" in verified.unproven:
-        return f"the head of {type(anatomy.model).__name__} is not known: {verified.unproven['head']}"
+        return f"the head of {subject.kind} is not known: {verified.unproven['head']}"
     if classifier is None:
-        return f"{type(anatomy.model).__name__} has no language-model or classification head known here"
+        return f"{subject.kind} has no language-model or classification head known here"
     if anatomy.task == "detection":
         return "the queries of a detector have no target each: average_precision reads them"
     if anatomy.task == "representation":
@@ -198,7 +200,7 @@ def _unavailable(site: str, verified: Verified) -> str | None:
     return None
 
 
-def check_memory(plan: MeasurePlan, subject: MeasuredSubject, batch_size: int) -> str:
+def check_memory(plan: MeasurePlan, subject: Subject, batch_size: int) -> str:
     """One line on the estimated memory of the run.
 
     Raises:
@@ -210,7 +212,7 @@ def check_memory(plan: MeasurePlan, subject: MeasuredSubject, batch_size: int) -
     layers += (setup.num_layers + 1) * plan.masked_pass
     positions = min(batch_size, setup.num_sequences) * setup.sequence_length
     # CKA converts the sample to float64.
-    batch = layers * positions * setup.width * subject.checkpoint.model.dtype.itemsize
+    batch = layers * positions * setup.width * subject.model.dtype.itemsize
     total = held["accumulators"] + held["reservoirs"] + max(batch, 2 * held["reservoirs"])
     free = available_memory(setup.device)
     accumulators, reservoirs, activations, left = (

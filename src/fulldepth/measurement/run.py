@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from transformers import PreTrainedModel
 
 from fulldepth.core import launch
 from fulldepth.core.distributed import Processes, processes
@@ -22,16 +21,14 @@ from fulldepth.core.files import check_outside
 from fulldepth.core.progress import Watcher
 from fulldepth.data import MASKED_SHARE, Sequences
 from fulldepth.execution import Verified
-from fulldepth.execution.batching import batched
 from fulldepth.execution.memory import reset_peak, run_peak
-from fulldepth.execution.subject import open_checkpoint, prove, read_source, small_batch
-from fulldepth.hf import anatomy_candidates, evaluating, find_checkpoints, task_of, unwrapped
+from fulldepth.hf import find_checkpoints, task_of
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, NO_TARGET, caveats, gaps, sampling, zero_weights
 from fulldepth.measurement.headline import Clusters, headline
 from fulldepth.measurement.passes import Clock, StepProgress, run_pass, weigh
-from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan, make_setup
+from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan
 from fulldepth.measurement.series import (
     SeriesPoint,
     contents,
@@ -41,7 +38,6 @@ from fulldepth.measurement.series import (
     measure_series,
     series_points,
 )
-from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
 from fulldepth.measurement.towers import Extra, measure_each, measure_towers
 from fulldepth.measurement.weights import nearest_tokens, num_projections
 from fulldepth.metrics.cosine import SITE
@@ -61,9 +57,13 @@ from fulldepth.results import (
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.measure import LensSettings, MeasureSettings
 from fulldepth.settings.train import settings_of_run
+from fulldepth.subject import Subject
+from fulldepth.subject.open import read_source
 
 OF_LENS = ["lens_accuracy", "lens_loss", "saturation"]
 """Measures of `lens`, beside its grid."""
+DESCRIBED = {"head": {"head"}, "branches": {"attention", "mlp"}}
+"""Part of a model -> entries of the setting `anatomy`; where one of them describes the part, it must be proven."""
 
 
 @takes_settings(MeasureSettings, recipes="measure")
@@ -178,7 +178,7 @@ def lens(
         grid_positions=4096,
     )
     results: Results = measure(
-        model, texts, settings=chosen, watcher=watcher, tokenizer=tokenizer or settings.tokenizer, output=output,
+        model, texts, settings=chosen, watcher=watcher, tokenizer=tokenizer, output=output,
         series=False, overwrite=overwrite,
     )  # fmt: skip
     if not results.meta.get("lens_grid"):
@@ -220,7 +220,9 @@ def measure_into(
         FulldepthError: if the folder holds results of another run, belongs to another command, is held by another
             process, cannot be written, or the measurement fails.
     """
-    settings, watcher, folder = settings or MeasureSettings(), watcher or Watcher(), Path(output)
+    settings = settings or MeasureSettings()
+    watcher = watcher or Watcher()
+    folder = Path(output)
     check_outside(folder, data)
     with processes(settings.device) as process, process.holding(folder):
         read = data if isinstance(data, Sequences) else read_source(data, settings)
@@ -266,9 +268,11 @@ def _is_there(folder: Path, print_of_run: str, points: list[SeriesPoint], overwr
     if overwrite or not (folder / DOCUMENT).exists():
         return False
     try:
-        meta, complete = Results.load(folder).meta, True
+        meta = Results.load(folder).meta
+        complete = True
     except TableMismatchError as error:
-        meta, complete = error.meta, False
+        meta = error.meta
+        complete = False
     except FulldepthError as error:
         raise FulldepthError(f"{error} Choose another --output, or replace it with --overwrite.") from error
     if meta.get("fingerprint") == print_of_run:
@@ -302,30 +306,31 @@ def measure_model(
     """Measure a checkpoint or a model of transformers, each of its stacks if it has several; nothing is written."""
     start = time.perf_counter()
     reset_peak()
-    if isinstance(model, torch.nn.Module):
-        model = unwrapped(model)
-    device = process.device(settings.device)
-    with evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext():
-        checkpoint = open_checkpoint(model, settings, device, settings.device_map)
+    with Subject.open(model, None, settings, device=process.device(settings.device)) as whole:
 
         def measured(
             data: Any, settings: MeasureSettings, extra: Extra | None = None, start: float | None = None
-        ) -> tuple[Results, MeasuredSubject]:
-            subject = prepare_subject(checkpoint, data, settings, tokenizer=tokenizer, device=device)
-            return measure_subject(subject, settings, process, watcher, start=start, extra=extra), subject
+        ) -> tuple[Results, Subject]:
+            described = {name for name, part in (settings.anatomy or {}).items() if part is not None}
+            needs = {part for part, names in DESCRIBED.items() if names & described}
+            with Subject.open(
+                whole.checkpoint, data, settings, needs=needs, tokenizer=tokenizer,
+                tower=settings.tower, anatomy=settings.anatomy, words=settings.words,
+            ) as subject:  # fmt: skip
+                return measure_subject(subject, settings, process, watcher, start=start, extra=extra), subject
 
         if settings.tower is None and settings.anatomy is None and not isinstance(data, Sequences):
             data = read_source(data, settings)
-            if data.captioned and towers(checkpoint.model):
-                return measure_towers(checkpoint, data, settings, measured)
-            names = stacks(checkpoint.model)
-            if names and not task_of(checkpoint.model).endswith("-classification"):
+            if data.captioned and towers(whole.model):
+                return measure_towers(whole.checkpoint, data, settings, measured)
+            names = stacks(whole.model)
+            if names and not task_of(whole.model).endswith("-classification"):
                 return measure_each(names, data, settings, measured)
         return measured(data, settings, start=start)[0]
 
 
 def measure_subject(
-    subject: MeasuredSubject,
+    subject: Subject,
     settings: MeasureSettings,
     process: Processes,
     watcher: Watcher,
@@ -345,18 +350,18 @@ def measure_subject(
     """
     start = time.perf_counter() if start is None else start
     clock = Clock()
+    counting = tokens.Counting.of(subject, settings.token_policy)
     reference = None if settings.reference is None else _reference(subject, settings.reference, settings, process)
     clock.seconds["load"] = time.perf_counter() - start
-    setup = make_setup(subject, settings)
     plan = make_plan(
-        settings.measures,
-        setup,
-        subject.verified,
-        subject.sequences,
+        subject,
+        counting,
+        settings,
         has_reference=bool(reference),
         shows_all=settings.measures == OF_LENS and settings.grid_samples >= len(subject.sequences),
     )
-    if extra is not None and (further := extra(subject, setup)) is not None:
+    setup = plan.setup
+    if extra is not None and (further := extra(subject, counting, setup)) is not None:
         plan.measures[SITE] = further
     watcher.say(check_memory(plan, subject, settings.batch_size))
     for entry in plan.left_out:
@@ -366,7 +371,8 @@ def measure_subject(
         weigh(subject, plan, process, clock, watcher.advance)
     grid = run_pass(subject, plan, settings, process, clock, reference=reference, watcher=watcher)
     watcher.begin("Computing statistics and their errors", sum(measure.steps for measure in plan.measures.values()))
-    rows, influences = [], []
+    rows = []
+    influences = []
     for name, accumulator in plan.measures.items():
         steps = StepProgress(watcher, accumulator.steps)
         accumulator.advance = steps.advance
@@ -384,7 +390,7 @@ def measure_subject(
             plan.left_out.append({"measure": name, "reason": reason})
     table = tabulate(rows)
     if not np.isfinite(table.value.to_numpy(np.float64)).any():
-        why = " ".join([zero_weights(subject.checkpoint.model), *gaps(table, setup.num_layers)]).strip()
+        why = " ".join([zero_weights(subject.model), *gaps(table, setup.num_layers)]).strip()
         raise FulldepthError(
             f"Nothing that was measured of {subject.checkpoint.name} is a finite number. {why}".strip()[:950]
         )
@@ -396,14 +402,16 @@ def measure_subject(
     )
 
 
-def _reference(subject: MeasuredSubject, model: str, settings: MeasureSettings, process: Processes) -> Verified:
+def _reference(subject: Subject, model: str, settings: MeasureSettings, process: Processes) -> Verified:
     """The second model of MMD, verified on the same data."""
-    checkpoint = open_checkpoint(model, settings, process.device(settings.device), settings.device_map)
-    candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
-    batch = small_batch(subject.sequences)
-    verified = prove(candidates, batch, subject.device, checkpoint.model.dtype, optional=("head", "branches"))
-    subject.sequences, _ = batched(verified.anatomy, subject.sequences, subject.device)
-    own, other = subject.anatomy, verified.anatomy
+    with Subject.open(
+        model, subject.sequences, settings, device=process.device(settings.device),
+        tower=settings.tower, anatomy=settings.anatomy,
+    ) as reference:  # fmt: skip
+        verified = reference.verified
+        subject.data = reference.data
+    own = subject.anatomy
+    other = verified.anatomy
     if (own.num_layers, subject.verified.width) != (other.num_layers, verified.width):
         raise FulldepthError(
             f"The reference has {other.num_layers} layers of width {verified.width}, the model {own.num_layers} of "
@@ -413,7 +421,7 @@ def _reference(subject: MeasuredSubject, model: str, settings: MeasureSettings, 
 
 
 def _document(
-    subject: MeasuredSubject,
+    subject: Subject,
     settings: MeasureSettings,
     plan: MeasurePlan,
     clock: Clock,
@@ -422,15 +430,18 @@ def _document(
     routers: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Content of `results.json`."""
-    sequences, setup, clusters = subject.sequences, plan.setup, subject.sequences.clusters
+    sequences = subject.sequences
+    setup = plan.setup
+    clusters = subject.sequences.clusters
+    counting = plan.counting
     data = sequences.describe()
     seconds = {name: round(value, 4) for name, value in clock.seconds.items()}
     # without clusters, the numbers of sequences identify groups within one text only
     text = "" if clusters else sequences.text_hash or sequences.hash
     groups = groups_entry(clusters or range(len(sequences)), sequences.unit, text)
-    first = (subject.anatomy.family.modality, subject.class_token) if subject.policy == "cls" else None
-    counts = tokens.FIRST.get(first, tokens.SENTENCES[subject.policy])
-    counting = (counts, subject.openings.sentence, tokens.MASKED if plan.masked_pass else "")
+    first = (subject.anatomy.family.modality, counting.class_token) if counting.policy == "cls" else None
+    counts = tokens.FIRST.get(first, tokens.SENTENCES[counting.policy])
+    sentences = (counts, counting.openings, tokens.MASKED if plan.masked_pass else "")
     document = {
         **provenance("measure", settings.model_dump(), seed=settings.seed),
         "model": subject.verified.describe(subject.checkpoint),
@@ -443,9 +454,9 @@ def _document(
             "masked_share": MASKED_SHARE if plan.masked_pass else None,
         },
         "token_policy": {
-            "name": subject.policy,
-            "sentence": " ".join(filter(None, counting)),
-            "begin_with_bos": subject.openings.begin_with_bos,
+            "name": counting.policy,
+            "sentence": " ".join(filter(None, sentences)),
+            "begin_with_bos": counting.begin_with_bos,
         },
         "timings": {
             "load": seconds.pop("load"),
@@ -456,7 +467,7 @@ def _document(
         "memory": {**plan.memory, "peak": run_peak(subject.device)},
         "sampling": sampling(subject, settings, setup, table),
         "left_out": plan.left_out,
-        "warnings": caveats(subject, setup, table),
+        "warnings": caveats(subject, counting, setup, table),
         "headline": headline(table, setup.num_layers, Clusters.of(sequences)),
         "lens_grid": grid,
         "router_tokens": routers,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch import Tensor
 from fulldepth.core.errors import FulldepthError
 from fulldepth.data import MASKED_SHARE, Batch, Sequences
 from fulldepth.hf import Anatomy
+from fulldepth.subject import Subject
+from fulldepth.subject.open import small_batch
 
 SENTENCES = {
     "all": "Every token counts; statistics marked :no-first leave out the first token of each sequence.",
@@ -42,28 +45,75 @@ FIRST: dict[Any, str] = {
 """(modality, whether the first token is [CLS]) -> what the policy `cls` counts."""
 
 
-class Openings(NamedTuple):
-    """How the sequences begin."""
+@dataclass(frozen=True)
+class Counting:
+    """Which positions of a subject's sequences count."""
 
+    policy: str
+    """The token policy, with `auto` resolved."""
     begin_with_bos: int | None
     """Number of sequences whose first token is the BOS token; None without a BOS token or without text."""
-    sentence: str
-    """The number as a sentence; empty if there is none."""
+    openings: str
+    """That number as a sentence; empty if there is none."""
+    class_token: bool | None = None
+    """Whether the sequences begin with a class token; None if unknown."""
+    leading: int = 0
+    """Tokens before the first patch of an image; 0 for text."""
+    eos: int | None = None
+    """Id of the end-of-sequence token."""
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, subject: Subject, requested: str) -> Counting:
+        """What a requested policy counts in a subject's sequences.
+
+        Raises:
+            FulldepthError: if it needs images cut into patches, and these are none.
+        """
+        anatomy = subject.anatomy
+        tokenizer = subject.tokenizer
+        first = small_batch(subject.sequences)
+        leading = leading_tokens(first, anatomy, subject.verified.positions)
+        class_token = None if leading is None else leading > 0
+        if first.token_ids is not None:
+            cls_id = getattr(tokenizer, "cls_token_id", None)
+            class_token = cls_id is not None and bool((first.token_ids[:, 0] == cls_id).all())
+        policy = resolve(requested, anatomy, class_token)
+        if policy in ("patches", "mean-patches") and leading is None:
+            raise FulldepthError(f"--token-policy {policy} needs images cut into patches of one known size.")
+        bos = getattr(anatomy.config if tokenizer is None else tokenizer, "bos_token_id", None)
+        count, sentence = openings(subject.sequences, bos, getattr(tokenizer, "bos_token", None) or f"id {bos}")
+        warnings = []
+        if 0 < (count or 0) < len(subject.sequences) and policy in ("all", "cls"):
+            warnings.append(
+                f"{sentence} In a model that uses its first token as an attention sink, the sequences with it "
+                "and those without it are unlike."
+            )
+        eos = getattr(tokenizer, "eos_token_id", None)
+        eos = getattr(anatomy.config, "eos_token_id", None) if eos is None else eos
+        if requested == "auto" and policy == "eos":
+            ids = first.token_ids
+            if ids is None or eos is None or not bool((ids == eos).any(1).all()):
+                warnings.append(
+                    "The tokenizer adds no end-of-sequence token, so the last token of each sequence counts."
+                )
+                policy = "last"
+        return cls(policy, count, sentence, class_token, leading or 0, eos, tuple(warnings))
 
 
-def openings(sequences: Sequences, bos: int | None, name: str) -> Openings:
-    """How the sequences begin, for the BOS token's id and text (`name`)."""
+def openings(sequences: Sequences, bos: int | None, name: str) -> tuple[int | None, str]:
+    """The entries `begin_with_bos` and `openings` of a counting, for the BOS token's id and text (`name`)."""
     if bos is None:
-        return Openings(None, "")
+        return None, ""
     count = 0
     total = len(sequences)
     for batch in sequences.batches(256):
         if batch.token_ids is None:
-            return Openings(None, "")
+            return None, ""
         count += int((batch.token_ids[:, 0] == bos).sum())
     opening = f"{count} of {total} sequences begin{'s' if count == 1 else ''}"
     amount = {0: "No sequence begins", total: "Every sequence begins"}.get(count, opening)
-    return Openings(count, f"{amount} with the BOS token ({name}).")
+    return count, f"{amount} with the BOS token ({name})."
 
 
 def leading_tokens(batch: Batch, anatomy: Anatomy, positions: int) -> int | None:

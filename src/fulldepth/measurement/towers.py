@@ -14,20 +14,20 @@ from torch import Tensor
 from fulldepth.core.errors import FulldepthError
 from fulldepth.data import Source, choose, identities
 from fulldepth.data.labelled import usable_rows
-from fulldepth.execution.batching import model_inputs
 from fulldepth.execution.stream import check_close
 from fulldepth.hf import Checkpoint
 from fulldepth.measurement.series import total_times
-from fulldepth.measurement.subject import MeasuredSubject
+from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.cosine import Projected, cross_rows, cross_similarity
 from fulldepth.results import Finding, Results, finite, joined, tabulate
 from fulldepth.settings.measure import MeasureSettings
+from fulldepth.subject import Subject
 
 TOWERS = {"image": "vision", "text": "text"}
 """Name of a stack -> its tower."""
-Extra = Callable[[MeasuredSubject, Setup], "Projected | None"]
-Measured = Callable[..., tuple[Results, MeasuredSubject]]
+Extra = Callable[[Subject, Counting, Setup], "Projected | None"]
+Measured = Callable[..., tuple[Results, Subject]]
 """Measures one stack: `measured(data, settings, extra)`, with a function that makes a further measure."""
 
 
@@ -58,12 +58,12 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
     }
     features: dict[str, Projected] = {}
     stacks: dict[str, Results] = {}
-    subjects: dict[str, MeasuredSubject] = {}
+    subjects: dict[str, Subject] = {}
     for name, tower in TOWERS.items():
         stacks[name], subjects[name] = measured(
             data[name],
             settings.model_copy(update={"tower": tower}),
-            lambda subject, setup, name=name: _projected(subject, setup, features, name),
+            lambda subject, counting, setup, name=name: _projected(subject, counting, setup, features, name),
         )
     if len(features) < len(TOWERS):
         combined = combine_stacks(stacks)
@@ -108,14 +108,18 @@ def measure_each(names: Sequence[str], source: Source, settings: MeasureSettings
     return combine_stacks(dict(reversed(parts.items())))
 
 
-def _projected(subject: MeasuredSubject, setup: Setup, by_tower: dict[str, Projected], name: str) -> Projected | None:
+def _projected(
+    subject: Subject, counting: Counting, setup: Setup, by_tower: dict[str, Projected], name: str
+) -> Projected | None:
     """The further measure of a tower; None if the model has no projection known here."""
     anatomy = subject.anatomy
     projection = anatomy.projection
     if projection is None:
         return None
-    if subject.policy not in ("cls", "eos", "last"):
-        raise FulldepthError(f"--token-policy {subject.policy}: the projection reads one token of each image and text.")
+    if counting.policy not in ("cls", "eos", "last"):
+        raise FulldepthError(
+            f"--token-policy {counting.policy}: the projection reads one token of each image and text."
+        )
     parameter = next(projection.parameters())
 
     def project(states: Tensor) -> Tensor:
@@ -129,7 +133,7 @@ def _projected(subject: MeasuredSubject, setup: Setup, by_tower: dict[str, Proje
 
 
 @torch.no_grad()
-def _check(subjects: dict[str, MeasuredSubject], features: dict[str, Tensor], keys: Tensor) -> None:
+def _check(subjects: dict[str, Subject], features: dict[str, Tensor], keys: Tensor) -> None:
     """Compare the last layers' features of two pairs with the model's own embeddings, up to their length.
 
     Raises:
@@ -138,14 +142,13 @@ def _check(subjects: dict[str, MeasuredSubject], features: dict[str, Tensor], ke
     first_keys = keys[:2].tolist()
     inputs: dict[str, Any] = {}
     for subject in subjects.values():
-        batch_inputs = subject.sequences.collate(first_keys).inputs
-        inputs |= model_inputs(batch_inputs, subject.device, subject.checkpoint.model.dtype)
-    output = subjects["image"].checkpoint.model(**inputs)
+        inputs |= subject.inputs(subject.sequences.collate(first_keys).inputs)
+    output = subjects["image"].model(**inputs)
     for name, projected in features.items():
         expected = torch.nn.functional.normalize(output[f"{name}_embeds"].float(), dim=-1)
         normalised = torch.nn.functional.normalize(projected[: len(first_keys)].to(expected.device), dim=-1)
         claim = f"the projected {name} features of the last layer miss the model's own embeddings"
-        check_close(claim, normalised, expected, subjects[name].checkpoint.model.dtype)
+        check_close(claim, normalised, expected, subjects[name].model.dtype)
 
 
 def combine_stacks(stacks: Mapping[str, Results], further: pd.DataFrame | None = None) -> Results:

@@ -14,8 +14,8 @@ from torch.nn.functional import normalize
 
 from fulldepth.hf import Anatomy, is_adapted
 from fulldepth.measurement.lens_reader import show
-from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import SpectralNorm, head_shares
+from fulldepth.subject import Subject
 
 
 def plain(parameter: nn.Parameter | None) -> Tensor | None:
@@ -117,7 +117,7 @@ def shares_of_heads(anatomy: Anatomy) -> tuple[tuple[float, ...], ...]:
 
 
 @torch.inference_mode()
-def nearest_tokens(subject: MeasuredSubject) -> dict[str, Any] | None:
+def nearest_tokens(subject: Subject) -> dict[str, Any] | None:
     """The tokens whose embeddings are nearest, by cosine, to the vectors of dynamic routers, as plain data.
 
     A dynamic router of layer r gives head h's source m the logit `x P[:, h, m]`, so a state x that resembles the

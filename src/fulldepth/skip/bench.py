@@ -61,14 +61,11 @@ from fulldepth.execution.latency import (
 from fulldepth.execution.llama_cpp import LlamaCpp
 from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
 from fulldepth.execution.scoring import DEVICE_LOGITS, LOSS, batch_sums, read
-from fulldepth.execution.verify import check_task
 from fulldepth.hf import (
     Checkpoint,
-    anatomy_candidates,
     device_of,
     evaluating,
     find_gguf,
-    open_model,
     open_tokenizer,
     packaged,
 )
@@ -82,7 +79,8 @@ from fulldepth.skip.exports.export import NOTES, load, read_notes
 from fulldepth.skip.fit import make_batches
 from fulldepth.skip.outcome import joined
 from fulldepth.skip.plan import Plan, healed_rows, overlap, row_of
-from fulldepth.skip.problem import read_data, tokenizer_of
+from fulldepth.skip.problem import read_data
+from fulldepth.subject import Subject, open_checkpoint
 
 TEXTS = 4
 """Held-out texts on which tokenizers are compared."""
@@ -127,11 +125,14 @@ def bench(
     with ExitStack() as stack:
         stack.enter_context(claimed(output, overwrite))
         entries = _opened(original, exports, settings)
-        for entry in entries:
+        for entry in entries[1:]:
             if isinstance(entry.model, PreTrainedModel):
                 stack.enter_context(evaluating(entry.model))
-        first: Any = entries[0].model
-        anatomy = check_task(anatomy_candidates(first)[0])
+        opened = Checkpoint(entries[0].model, entries[0].name)  # type: ignore[arg-type]  # the first runs in transformers
+        subject = stack.enter_context(
+            Subject.open(opened, None, settings, needs={"language", "plain"}, tokenizer=tokenizer)
+        )
+        anatomy = subject.anatomy
         if "contexts" not in settings.model_fields_set and anatomy.max_positions is not None:
             longest = max(1, anatomy.max_positions - settings.max_new_tokens)
             shortened = list(dict.fromkeys(min(context, longest) for context in settings.contexts))
@@ -140,19 +141,15 @@ def bench(
         _check_together(entries, settings)
         examples = None
         if data is not None or heldout is not None:
-            checkpoint = Checkpoint(first, entries[0].name)
-            if not isinstance(data, Examples):
-                tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
-            examples = read_data(checkpoint, anatomy, data, settings, tokenizer=tokenizer, heldout=heldout)
-            examples = _unseen(entries, examples)
-            _check_tokenizers(entries, examples, tokenizer)
+            examples = _unseen(entries, read_data(subject, data, settings, heldout=heldout))
+            _check_tokenizers(entries, examples, tokenizer if isinstance(data, Examples) else subject.tokenizer)
         positions = max(settings.contexts) + settings.max_new_tokens + 1
         positions = max([positions, *map(len, examples.heldout if examples else ())])
         models, runs = {entry.label: entry.model for entry in entries}, dict[str, Runs]()
         for label, model in models.items():
             runs[label] = Runner(model) if isinstance(model, PreTrainedModel) else model
             if isinstance(model, LlamaCpp):
-                stack.enter_context(model.serving(positions, first.device))
+                stack.enter_context(model.serving(positions, subject.device))
         measured = Measured(
             {entry.label: entry.program for entry in entries},
             {label: model.parameter_bytes if isinstance(model, LlamaCpp) else parameter_bytes(model)
@@ -223,7 +220,6 @@ def _opened(
     If the original is a GGUF file, and llama.cpp runs an export, it also runs the original, before its exports.
     """
     opened: list[tuple[PreTrainedModel | LlamaCpp, str, dict[str, Any], bool]] = []
-    options = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
     files = [
         None if isinstance(one, PreTrainedModel) else find_gguf(packaged(str(one))) for one in (original, *exports)
     ]
@@ -234,7 +230,7 @@ def _opened(
             exported = load(model, dtype=settings.dtype, device=settings.device)
             opened.append((exported, str(model), read_notes(Path(model)), not opened))
         else:
-            checkpoint = open_model(model, **options)
+            checkpoint = open_checkpoint(model, settings, plain=True)
             opened.append((checkpoint.model, checkpoint.name, {}, not opened))
     if files[0] is not None and any(files[1:]):
         opened.insert(1, (LlamaCpp(files[0]), f"{opened[0][1]} (llama.cpp)", {}, True))

@@ -31,6 +31,7 @@ from fulldepth.skip.healed import (
 )
 from fulldepth.skip.least_squares import Healing, refit, with_model
 from fulldepth.skip.plan import Plan
+from fulldepth.subject import chosen_tokenizer
 from fulldepth.training import train
 
 KEPT_SHARE = 0.5
@@ -96,7 +97,7 @@ def heal(
     with locked(work):
         try:
             healing = refit(plan, model, data, settings=settings, output=target, **opened)
-            chosen = tokenizer or settings.tokenizer
+            chosen = chosen_tokenizer(settings, tokenizer)
             if settings.steps:
                 passes = settings.steps * settings.global_batch_size / len(healing.fitting)
                 if passes > MANY:

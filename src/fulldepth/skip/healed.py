@@ -37,6 +37,7 @@ from fulldepth.skip.exports.formats import FORMATS
 from fulldepth.skip.least_squares import Healing, format_for
 from fulldepth.skip.outcome import joined
 from fulldepth.skip.plan import HEALED, UNHEALED, Plan, in_sample, rows_of
+from fulldepth.subject import open_checkpoint
 
 KIND = "heal"
 NAMES = {
@@ -151,8 +152,8 @@ def finish_gguf(plan: Plan, model: Any, target: Path, settings: HealSettings) ->
     stored = {**read_notes(target)["plan"], "data": plan.data}
     if stored != plan.document():
         return None
-    loading = settings.model_dump(include={"device", "revision", "trust_remote_code"})
-    healed = copy.deepcopy(open_model(model, dtype=settings.dtype or plan.dtype, **loading).model)
+    opened = open_checkpoint(model, settings, dtype=settings.dtype or plan.dtype, plain=True)
+    healed = copy.deepcopy(opened.model)
     fold(healed, plan)
     _take_weights(healed, plan, target)
     planned = {**plan.document()["model"], "hash": model_hash(healed)}

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,12 +38,11 @@ from fulldepth.data.examples import Examples, units
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS, ScoredBatch
-from fulldepth.execution.verify import check_task, prove
+from fulldepth.execution.verify import prove
 from fulldepth.hf import (
     Anatomy,
     OutputWeights,
     device_of,
-    evaluating,
     find_output_weights,
     is_offloaded,
     open_model,
@@ -63,6 +62,7 @@ from fulldepth.skip.exports.formats.gguf import Gguf
 from fulldepth.skip.fit import make_batches
 from fulldepth.skip.plan import UNHEALED, Plan, decided, listed_rows, row_of
 from fulldepth.skip.problem import read_data
+from fulldepth.subject import Subject, chosen_tokenizer
 
 STRENGTHS = (100.0, 30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
 """Multiples for lambda."""
@@ -146,30 +146,10 @@ def refit(
     reading = HeldoutSettings.model_fields.keys() - PLACES
     stored = {name: value for name, value in plan.cost.get("settings", {}).items() if name in reading}
     settings = layered(HealSettings, stored, settings.model_dump(mode="json", exclude_unset=True))
-    loading = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
-    checkpoint = open_model(model, **loading)
-    original = checkpoint.model
-    if is_offloaded(original):
-        raise FulldepthError("Offloaded weights cannot be healed. Load the model without a device map.")
-    plan.check_model(original)
-    if reason := find_anatomy(original).not_serial:
-        raise FulldepthError(
-            f"{type(original).__name__} cannot be healed: {reason}. Least squares compare one stream layer by layer, "
-            "and training would bring the removed branches back, which stay in the model with weights of zero. "
-            "`fulldepth skip apply --format folded` writes the plan's checkpoint."
-        )
-    own = format_for(plan, original)
-    formats = [settings.format or own] + [own] * bool(settings.steps) + ["gguf"] * bool(settings.gguf)
-    for format in formats:
-        stock = check_format(original, plan, FORMATS[known_format(format)])
-    if settings.gguf is not None:
-        check_target(Path(settings.gguf), Gguf.suffix)
-        check_free(Path(settings.gguf), FORMATS[Gguf.name].least_bytes(stock, plan, settings.gguf_type))
-    if output is not None:
-        _rehearse(plan.changed(**UNHEALED), original, dict.fromkeys(formats), Path(output), settings, tokenizer)
-    with evaluating(original):
-        anatomy = check_task(find_anatomy(original))
-        examples = read_data(checkpoint, anatomy, data, settings, tokenizer=tokenizer, heldout=heldout)
+    with Subject.open(model, None, settings, needs={"language", "plain"}, tokenizer=tokenizer) as subject:
+        original = subject.model
+        _check_healing(plan, subject, settings, output, chosen_tokenizer(settings, tokenizer))
+        examples = read_data(subject, data, settings, heldout=heldout)
         fitting, choosing, unseen = split_rows(plan, examples, heldout is not None, settings.seed)
         healed = copy.deepcopy(original)
         scales = fold(healed, plan).stream_scale
@@ -191,6 +171,35 @@ def refit(
         return with_model(healing, "refitted", healed, watcher)
 
 
+def _check_healing(
+    plan: Plan, subject: Subject, settings: HealSettings, output: str | Path | None, tokenizer: Any
+) -> None:
+    """Refuse what cannot be healed or exported, and try the exports, before the work.
+
+    Raises:
+        FulldepthError: see `refit`.
+    """
+    original = subject.model
+    if is_offloaded(original):
+        raise FulldepthError("Offloaded weights cannot be healed. Load the model without a device map.")
+    plan.check_model(original)
+    if reason := subject.anatomy.not_serial:
+        raise FulldepthError(
+            f"{subject.kind} cannot be healed: {reason}. Least squares compare one stream layer by layer, "
+            "and training would bring the removed branches back, which stay in the model with weights of zero. "
+            "`fulldepth skip apply --format folded` writes the plan's checkpoint."
+        )
+    own = format_for(plan, original)
+    formats = [settings.format or own] + [own] * bool(settings.steps) + ["gguf"] * bool(settings.gguf)
+    for format in formats:
+        stock = check_format(original, plan, FORMATS[known_format(format)])
+    if settings.gguf is not None:
+        check_target(Path(settings.gguf), Gguf.suffix)
+        check_free(Path(settings.gguf), FORMATS[Gguf.name].least_bytes(stock, plan, settings.gguf_type))
+    if output is not None:
+        _rehearse(plan.changed(**UNHEALED), original, dict.fromkeys(formats), Path(output), settings, tokenizer)
+
+
 def _rehearse(
     plan: Plan,
     model: PreTrainedModel,
@@ -206,7 +215,7 @@ def _rehearse(
             rounding = ExportSettings(gguf_type=settings.gguf_type)
             rehearse(plan, model, format, settings.gguf, rounding, change=change)
         else:
-            rehearse(plan, model, format, output, ExportSettings(), tokenizer or settings.tokenizer)
+            rehearse(plan, model, format, output, ExportSettings(), tokenizer)
 
 
 @torch.no_grad()
@@ -294,10 +303,6 @@ def ends(anatomy: Anatomy, removed: frozenset[Branch]) -> dict[Branch, Branch]:
     return found
 
 
-class _Enough(Exception):  # noqa: N818
-    """The modules have run."""
-
-
 class Walk:
     """The residual streams of batches in one model, carried on from layer to layer.
 
@@ -318,28 +323,23 @@ class Walk:
         self.states = [self.run(number, layer)[0] for number in range(len(self.batches))]
         self.layer = layer
 
-    def run(
-        self, number: int, last: int, *modules: nn.Module, whole: bool = True
-    ) -> tuple[Tensor, list[tuple[Any, Tensor]]]:
-        """Run one batch from `self.layer` to layer `last`, without moving there; if not `whole`, up to the modules.
+    def run(self, number: int, last: int, *modules: nn.Module) -> tuple[Tensor, list[tuple[Any, Tensor]]]:
+        """Run one batch from `self.layer` to layer `last`, without moving there.
 
         Returns:
-            The states behind it, or as they were if not `whole`; and the first input of each module (None if it is
-            passed by name) and its output.
+            The states behind it; and the first input of each module (None if it is passed by name) and its output.
         """
         seen: dict[nn.Module, tuple[Any, Tensor]] = {}
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             seen[module] = inputs[0] if inputs else None, output[0] if isinstance(output, tuple) else output
-            if not whole and seen.keys() == set(modules):
-                raise _Enough
 
-        states = self.states[number]
         self.runner.begin(self.batches[number].inputs)
-        with ExitStack() as hooks, suppress(_Enough):
+        with ExitStack() as hooks:
             for module in modules:
                 hooks.callback(module.register_forward_hook(keep).remove)
-            states = self.runner.run([n for n in range(self.layer + 1, last + 1) if n not in self.gone], states)
+            layers = [n for n in range(self.layer + 1, last + 1) if n not in self.gone]
+            states = self.runner.run(layers, self.states[number])
         return states, [seen[module] for module in modules]
 
 
@@ -430,16 +430,15 @@ def _heal(
         for number, batch in enumerate(here.batches):
             if module is None or projection is None:
                 break
-            run = here.run(number, max(layer, branch[0]), module, projection, whole=layer >= branch[0])
-            stream, ((_, added), (inputs, output)) = run
+            stream, ((_, added), (inputs, output)) = here.run(number, max(layer, branch[0]), module, projection)
             if inputs is None or not torch.equal(added.view_as(output), output):
                 projection = None
                 break
-            if layer < branch[0]:
-                stream = stream + anatomy.branch_scale * added
+            if layer < branch[0]:  # behind the attention alone
+                stream = here.states[number] + anatomy.branch_scale * added
             wanted = there.states[number]
             if inside and (attention := source.part(end[0], "attention_branch")) is not None:
-                _, ((_, added),) = there.run(number, end[0], attention, whole=False)
+                _, ((_, added),) = there.run(number, end[0], attention)
                 wanted = wanted + source.branch_scale * added
             real = batch.inputs["attention_mask"].bool().flatten()
             wide = torch.promote_types(stream.dtype, torch.float32)

@@ -11,29 +11,17 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth.core.distributed import Processes
 from fulldepth.core.errors import FulldepthError
 from fulldepth.data.examples import Examples, read_examples
-from fulldepth.execution import find_anatomy
 from fulldepth.execution.scoring import SCALED, ScoredBatch, Scorer
-from fulldepth.execution.verify import check_task, prove
-from fulldepth.hf import (
-    Anatomy,
-    Checkpoint,
-    anatomy_candidates,
-    evaluating,
-    first_broken_weight,
-    open_model,
-    open_tokenizer,
-)
-from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.settings.search import PLACES, CurveSettings, HeldoutSettings, SearchSettings
 from fulldepth.skip.fit import check_fit, make_batches
 from fulldepth.skip.loss_cache import Chunk
 from fulldepth.skip.plan import picks_of
+from fulldepth.subject import Subject
 
 SMALL_CHUNK = 4
 """Chunks of few held-out sequences are of this size, also where batches are larger, so that progress is stored often.
@@ -44,100 +32,35 @@ The greedy search, which may drop candidates after every chunk, goes down to sin
 class SearchProblem:
     """A model that can be scored, with its data."""
 
-    checkpoint: Checkpoint
-    hash: str
+    subject: Subject
     scorer: Scorer
     examples: Examples
     chunks: list[Chunk]
     settings: SearchSettings
 
-    @property
-    def batches(self) -> list[ScoredBatch]:
-        """The held-out data."""
-        return [batch for chunk in self.chunks for batch in chunk]
+    @classmethod
+    @contextmanager
+    def prepare(
+        cls, subject: Subject, data: Any, settings: SearchSettings, *, heldout: Any = None
+    ) -> Iterator[SearchProblem]:
+        """Read the data, prove the model on them, and check both against the settings.
 
-    @property
-    def noted_settings(self) -> dict[str, Any]:
-        """The settings that a plan records: all but those of the machine (`PLACES`)."""
-        return self.settings.model_dump(exclude=PLACES)
+        Args:
+            subject: from `open_for_search`; inside `with` its blocks can be switched.
+            data: as for `search`.
+            settings: of the search.
+            heldout: as for `search`.
 
-
-def open_for(model: str | Path | PreTrainedModel, settings: SearchSettings, process: Processes) -> Checkpoint:
-    """The language model as passed in, or loaded by the settings of a search.
-
-    Raises:
-        FulldepthError: as `load_checkpoint`; for another model; for settings that it makes meaningless.
-    """
-    options = settings.model_dump(include={"dtype", "device_map", "revision", "trust_remote_code"})
-    checkpoint = open_model(model, device=process.device(settings.device), **options)
-    anatomy = check_task(anatomy_candidates(checkpoint.model)[0])
-    if anatomy.not_serial is not None:
-        refused = {
-            f"{settings.target}: zeros save no time and no bytes; set the number of blocks": settings.target,
-            "scalars: they have no place there; use --no-fit (fit=False)": settings.fit,
-            "the criterion scaled: scalars have no place there; use loss or kl": settings.criterion == SCALED,
-            "the search taylor: its gates are scalars, which have no place there": settings.search == "taylor",
-        }
-        if reason := next((text for text, holds in refused.items() if holds), None):
-            raise FulldepthError(
-                f"{type(checkpoint.model).__name__} can be searched, with removed branches set to zero "
-                f"({anatomy.not_serial}), but not with {reason}."
-            )
-    return checkpoint
-
-
-def tokenizer_of(checkpoint: Checkpoint, settings: HeldoutSettings, tokenizer: Any = None) -> Any:
-    """The tokenizer as passed in, or the one that the settings name, or the checkpoint's own.
-
-    Raises:
-        FulldepthError: if there is none.
-    """
-    return open_tokenizer(
-        checkpoint,
-        settings.tokenizer if tokenizer is None else tokenizer,
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-    )
-
-
-@contextmanager
-def prepared(
-    model: str | Path | PreTrainedModel,
-    data: Any,
-    settings: SearchSettings,
-    process: Processes,
-    *,
-    tokenizer: Any,
-    heldout: Any,
-    hashed: str | None = None,
-) -> Iterator[SearchProblem]:
-    """Load model and data, hash and verify them, and check them against each other.
-
-    Args:
-        model: as for `search`; restored on leaving.
-        data: as for `search`.
-        settings: of the search.
-        process: the processes that share it.
-        tokenizer: as for `search`.
-        heldout: as for `search`.
-        hashed: `model_hash` of the model, if the caller has computed it.
-
-    Raises:
-        FulldepthError: as `search`.
-    """
-    checkpoint = open_for(model, settings, process)
-    owner = checkpoint.model
-    if broken := first_broken_weight(owner):
-        raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
-    with evaluating(owner):
-        guess = check_task(find_anatomy(owner))
-        check_target(settings, guess.num_layers)
-        data = read_data(checkpoint, guess, data, settings, tokenizer=tokenizer, heldout=heldout)
-        chunks = split(data, settings)
-        anatomy, classifier = prove(owner, chunks[0][0].inputs)
-        hashed = hashed or model_hash(owner)
+        Raises:
+            FulldepthError: as `search`.
+        """
+        check_target(settings, subject.anatomy.num_layers)
+        examples = read_data(subject, data, settings, heldout=heldout)
+        chunks = split(examples, settings)
+        anatomy = subject.prove({name: rows[:2] for name, rows in chunks[0][0].inputs.items()}).anatomy
+        _ = subject.hash  # computed here: switches change the names of weights
         with Switches(anatomy, kind := settings.granularity) as switches:
-            scorer = Scorer(anatomy, classifier, switches, chunks[0][0], keep=settings.keep)
+            scorer = Scorer(anatomy, subject.classifier, switches, chunks[0][0], keep=settings.keep)
             able = scorer.costs.able
             if given := sorted(frozenset().union(*picks_of(settings.given or (), kind)) - {*able}):
                 raise FulldepthError(f"There is no {given[0].part} of layer {given[0].layer} to remove.")
@@ -152,23 +75,74 @@ def prepared(
                 )
             if settings.fit or settings.criterion == SCALED or settings.search == "taylor":
                 if settings.search != "taylor" or settings.fit:
-                    check_fit(data.train)
+                    check_fit(examples.train)
                 switches.scalars = Scalars(anatomy.num_layers, (), kind)  # refused before the search
                 scorer.plain()
-            yield SearchProblem(checkpoint, hashed, scorer, data, chunks, settings)
+            yield cls(subject, scorer, examples, chunks, settings)
+
+    @property
+    def batches(self) -> list[ScoredBatch]:
+        """The held-out data."""
+        return [batch for chunk in self.chunks for batch in chunk]
+
+    @property
+    def noted_settings(self) -> dict[str, Any]:
+        """The settings that a plan records: all but those of the machine (`PLACES`)."""
+        return self.settings.model_dump(exclude=PLACES)
 
 
-def read_data(
-    checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: HeldoutSettings, *, tokenizer: Any, heldout: Any
-) -> Examples:
-    """The examples of a search, a curve or a benchmark.
+@contextmanager
+def open_for_search(
+    model: str | Path | PreTrainedModel, settings: SearchSettings, process: Processes, tokenizer: Any = None
+) -> Iterator[Subject]:
+    """The language model of a search; the tokenizer is opened when data are read.
+
+    Raises:
+        FulldepthError: as `Subject.open`; for settings that the model makes meaningless.
+    """
+    needs = {"language", "head", "branches", "plain"}
+    device = process.device(settings.device)
+    with Subject.open(model, None, settings, needs=needs, tokenizer=tokenizer, device=device) as subject:
+        if subject.anatomy.not_serial is not None:
+            refused = {
+                f"{settings.target}: zeros save no time and no bytes; set the number of blocks": settings.target,
+                "scalars: they have no place there; use --no-fit (fit=False)": settings.fit,
+                "the criterion scaled: scalars have no place there; use loss or kl": settings.criterion == SCALED,
+                "the search taylor: its gates are scalars, which have no place there": settings.search == "taylor",
+            }
+            if reason := next((text for text, holds in refused.items() if holds), None):
+                raise FulldepthError(
+                    f"{subject.kind} can be searched, with removed branches set to zero "
+                    f"({subject.anatomy.not_serial}), but not with {reason}."
+                )
+        yield subject
+
+
+@contextmanager
+def prepared(
+    model: str | Path | PreTrainedModel,
+    data: Any,
+    settings: SearchSettings,
+    process: Processes,
+    *,
+    tokenizer: Any = None,
+    heldout: Any = None,
+) -> Iterator[SearchProblem]:
+    """Open a model and prepare its search; arguments and errors are those of the two steps."""
+    with (
+        open_for_search(model, settings, process, tokenizer) as subject,
+        SearchProblem.prepare(subject, data, settings, heldout=heldout) as problem,
+    ):
+        yield problem
+
+
+def read_data(subject: Subject, data: Any, settings: HeldoutSettings, *, heldout: Any = None) -> Examples:
+    """The examples of a search, a curve, a benchmark or a healing.
 
     Args:
-        checkpoint: the model; its tokenizer is the default.
-        anatomy: of that model.
+        subject: whose tokenizer and positions the data are read for.
         data: as for `read_examples`; `Examples` are returned as they are.
         settings: of reading.
-        tokenizer: a tokenizer, its folder or Hub name; None = that of the settings.
         heldout: as for `read_examples`.
 
     Raises:
@@ -178,13 +152,13 @@ def read_data(
         return data
     return read_examples(
         data,
-        tokenizer_of(checkpoint, settings, tokenizer),
-        anatomy.max_positions,
+        subject.tokenizer,
+        subject.anatomy.max_positions,
         heldout=heldout,
         seed=settings.seed,
         sequence_length=settings.sequence_length,
         limit=settings.max_sequences,
-        vocab_size=anatomy.vocab_size,
+        vocab_size=subject.anatomy.vocab_size,
     )
 
 

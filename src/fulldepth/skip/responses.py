@@ -28,6 +28,7 @@ from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import Length, Seed
 from fulldepth.skip.plan import differences
+from fulldepth.subject import Subject
 
 FILE = "responses.jsonl"
 NOTES = "responses.json"
@@ -235,25 +236,16 @@ def _responses(
 
 
 def respond(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    data: Any,
-    count: int,
-    folder: Path,
-    sampling: Sampling,
-    hashed: str,
-    watcher: Watcher,
+    subject: Subject, data: Any, count: int, folder: Path, sampling: Sampling, watcher: Watcher
 ) -> dict[str, Any]:
     """Write responses to prompts of `data` into `folder`, or reuse those of an earlier start with the same settings.
 
     Args:
-        model: a causal language model.
-        tokenizer: the model's.
+        subject: a causal language model.
         data: as for `read_prompts`.
         count: number of prompts.
         folder: for `responses.jsonl` and `responses.json`.
         sampling: as for `generate_responses`.
-        hashed: `model_hash` of the model.
         watcher: as for `generate_responses`.
 
     Returns:
@@ -268,9 +260,9 @@ def respond(
         raise FulldepthError(
             f"The prompts are in {data}, which the generated responses would replace. Choose another output folder."
         )
-    prompts = read_prompts(data, tokenizer, count, sampling.seed)
+    prompts = read_prompts(data, subject.tokenizer, count, sampling.seed)
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-    asked = {"model": hashed, "prompts": f"sha256:{digest}", "count": count}
+    asked = {"model": subject.hash, "prompts": f"sha256:{digest}", "count": count}
     asked |= sampling.model_dump(exclude={"batch_size"})
     if notes.exists() or responses.exists():
         try:
@@ -287,7 +279,7 @@ def respond(
             )
         if responses.exists():  # else killed between the two files
             return dict(stored.made)
-    generated = generate_responses(model, tokenizer, prompts, settings=sampling, watcher=watcher)
+    generated = generate_responses(subject.model, subject.tokenizer, prompts, settings=sampling, watcher=watcher)
     text = "".join(json.dumps(pair) + "\n" for pair in generated.pairs)
     digest = hashlib.sha256(text.encode()).hexdigest()
     write_text(notes, json.dumps({"asked": asked, "made": generated.settings, "sha256": digest}, indent=2))

@@ -15,12 +15,10 @@ from transformers import PreTrainedModel
 from fulldepth.core.distributed import Processes, processes
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
-from fulldepth.data.examples import Examples
 from fulldepth.execution.flops import Costs, Shape, Variant
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED
-from fulldepth.hf import anatomy_candidates, check_depth, is_offloaded
-from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf import check_depth, is_offloaded
 from fulldepth.results import DOCUMENT, PAGE, Results, versions
 from fulldepth.settings import Settings, layer
 from fulldepth.settings.keywords import takes_settings
@@ -32,7 +30,7 @@ from fulldepth.skip.goal import Goal, goal_of, measured
 from fulldepth.skip.loss_cache import PROGRESS, LossCache
 from fulldepth.skip.outcome import KIND, outcome
 from fulldepth.skip.plan import ENTRY, FILE, SCHEMA_VERSION, Factors, Loss, Plan, name_of, rows_of
-from fulldepth.skip.problem import SearchProblem, open_for, prepared, tokenizer_of
+from fulldepth.skip.problem import SearchProblem, open_for_search
 from fulldepth.skip.rankings import rank
 from fulldepth.skip.responses import FILE as RESPONSES
 from fulldepth.skip.responses import Sampling, respond
@@ -97,25 +95,20 @@ def search(
     with processes() as process, process.holding(folder):
         if folder is not None:
             process.first(partial(check_folder, folder, KIND, resume))
-        checkpoint = open_for(model, settings, process)
-        owner, generation = checkpoint.model, None
-        anatomy = anatomy_candidates(owner)[0]
-        check_depth(anatomy)  # no export could hold the plan
-        if not isinstance(data, Examples):
-            tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
-        tried = process.is_main and not is_offloaded(owner) and anatomy.not_serial is None
-        if tried and (obstacle := export_obstacle(owner, settings.granularity)) is not None:
-            watcher.say(obstacle)
-        hashed = model_hash(owner)
-        if responses is not None and folder is not None:
-            asked = data, responses, folder, sampling, hashed, watcher
-            generation = process.first(partial(respond, owner, tokenizer, *asked))
-            data = str(folder / RESPONSES)
-        with prepared(owner, data, settings, process, tokenizer=tokenizer, heldout=heldout, hashed=hashed) as problem:
-            plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
-            complete = folder is not None and all((folder / name).exists() for name in (DOCUMENT, PAGE))
-            if folder is not None and process.is_main and not complete:
-                outcome(plan, problem, folder, data, heldout).save(folder, watcher=watcher)
+        with open_for_search(model, settings, process, tokenizer) as subject:
+            check_depth(subject.anatomy)  # no export could hold the plan
+            tried = process.is_main and not is_offloaded(subject.model) and subject.anatomy.not_serial is None
+            if tried and (obstacle := export_obstacle(subject.model, settings.granularity)) is not None:
+                watcher.say(obstacle)
+            generation = None
+            if responses is not None and folder is not None:
+                generation = process.first(partial(respond, subject, data, responses, folder, sampling, watcher))
+                data = str(folder / RESPONSES)
+            with SearchProblem.prepare(subject, data, settings, heldout=heldout) as problem:
+                plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
+                complete = folder is not None and all((folder / name).exists() for name in (DOCUMENT, PAGE))
+                if folder is not None and process.is_main and not complete:
+                    outcome(plan, problem, folder, data, heldout).save(folder, watcher=watcher)
         process.wait()
     return plan
 
@@ -157,7 +150,7 @@ def search_with(
         process,
         criterion=settings.criterion,
         path=None if folder is None else folder / PROGRESS,
-        fingerprint={"model": problem.hash, "data": problem.examples.meta["hash"], **problem.noted_settings},
+        fingerprint={"model": problem.subject.hash, "data": problem.examples.meta["hash"], **problem.noted_settings},
         resume=resume,
         watcher=watcher,
         refit=partial(fitted, candidate=True),
@@ -201,9 +194,9 @@ def search_with(
         {
             "schema_version": SCHEMA_VERSION,
             "model": {
-                "name": problem.checkpoint.name,
-                "class": type(problem.checkpoint.model).__name__,
-                "hash": problem.hash,
+                "name": problem.subject.checkpoint.name,
+                "class": problem.subject.kind,
+                "hash": problem.subject.hash,
             },
             "granularity": settings.granularity,
             "criterion": settings.criterion,
@@ -234,7 +227,7 @@ def search_with(
 def _finished(folder: Path, problem: SearchProblem, process: Processes) -> Plan:
     """The plan of this search, which has finished before."""
     plan = Plan.load(folder)
-    expected = problem.hash, problem.examples.meta["hash"], problem.noted_settings
+    expected = problem.subject.hash, problem.examples.meta["hash"], problem.noted_settings
     if (plan.model.hash, plan.data["hash"], plan.cost.get("settings")) != expected:
         raise FulldepthError(f"{folder} holds the plan of another search. Choose another output folder.")
     if process.is_main:
@@ -302,7 +295,9 @@ def say_costs(problem: SearchProblem, watcher: Watcher) -> None:
 
     The cost is the most forward passes without exchanges; each runs one variant on one batch.
     """
-    costs, settings, kind = problem.scorer.costs, problem.settings, type(problem.checkpoint.model).__name__
+    costs = problem.scorer.costs
+    settings = problem.settings
+    kind = problem.subject.kind
     if costs.zeroes:
         watcher.say(
             f"In a {kind} removed branches are set to zero: {problem.scorer.anatomy.not_serial}. The plan can be "

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 import tiny_models
 from families import zoo
 from fulldepth.execution.memory import AllocationTracker
-from fulldepth.hf import is_offloaded, open_model
+from fulldepth.hf import is_offloaded
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.export import export, load
 from fulldepth.skip.exports.fold import fold
+from fulldepth.subject import open_checkpoint
 from json_files import read_json
 from skip import plain, planned
 from skip.exports.test_export import ids, logits
@@ -50,11 +51,11 @@ def test_a_model_that_the_export_loaded_is_dropped_before_the_check(tmp_path, mo
     loaded, alive = [], []
 
     def watched(*arguments, **options):
-        checkpoint = open_model(*arguments, **options)
+        checkpoint = open_checkpoint(*arguments, **options)
         loaded.append(weakref.ref(checkpoint.model))
         return checkpoint
 
-    monkeypatch.setattr(exporting, "open_model", watched)
+    monkeypatch.setattr(exporting, "open_checkpoint", watched)
     monkeypatch.setattr(exporting, "prove", lambda *_: alive.append(loaded[0]()) or 0.0)
     export(planned.plan(model), tmp_path / "model", "decilm", tmp_path / "out")
     assert alive[0] is None

@@ -35,7 +35,6 @@ from fulldepth.hf import (
     is_offloaded,
     load_checkpoint,
     load_tokenizer,
-    open_model,
     silent,
 )
 from fulldepth.hf.asked_outputs import asked_outputs, restore_outputs
@@ -65,6 +64,7 @@ from fulldepth.skip.exports.fold import logits, probes, rounding_error, scaled_l
 from fulldepth.skip.exports.formats import FORMATS, Draft, Format, check_format, known_format
 from fulldepth.skip.exports.formats.gguf import source_of
 from fulldepth.skip.plan import MOST_BYTES, UNHEALED, Plan, in_sample
+from fulldepth.subject import chosen_tokenizer, open_checkpoint
 
 NOTES = "fulldepth_skip.json"
 """File of an export with its format, error, notes and plan."""
@@ -244,15 +244,14 @@ def _export(
     check_target(target, file_format.suffix)
     settings.check_effect(format=format)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    hub = settings.model_dump(include={"revision", "trust_remote_code"})
+    hub: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
     _refuse_adapter(model)
-    places = settings.model_dump(include={"device", "device_map"})
-    opened = open_model(model, dtype=settings.dtype or plan.dtype, **places, **hub)
+    opened = open_checkpoint(model, settings, dtype=settings.dtype or plan.dtype, plain=True)
     loaded: Any = opened.model
     source = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
     plan.check_model(loaded)
     stock = check_format(loaded, plan, file_format)
-    chosen = settings.tokenizer if tokenizer is None else tokenizer
+    chosen = chosen_tokenizer(settings, tokenizer)
     check_free(target, file_format.least_bytes(stock, plan, settings.gguf_type))
     if not single and isinstance(chosen, str | Path):
         load_tokenizer(chosen, **hub)  # a wrong name is refused before the weights are written
