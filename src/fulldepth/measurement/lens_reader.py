@@ -12,7 +12,7 @@ from fulldepth.core.distributed import Processes
 from fulldepth.core.targets import IGNORE
 from fulldepth.data import Batch, decode_ids
 from fulldepth.execution import TopTokens, read_layers, top_tokens
-from fulldepth.execution.lens import largest_rank, position_ranks
+from fulldepth.execution.lens import PositionSample
 from fulldepth.hf import Classifier
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import Readout, saturation_layer
@@ -34,9 +34,9 @@ class LensReader:
     """
 
     def __init__(self, subject: MeasuredSubject, settings: MeasureSettings, process: Processes) -> None:
-        self.subject, self.seed = subject, settings.seed
+        self.subject = subject
         self.top, self.positions = settings.grid_top, settings.grid_positions
-        self.threshold = largest_rank(subject.sequences, settings.lens_tokens, settings.seed)
+        self.sample = PositionSample(subject.sequences, settings.lens_tokens, settings.seed)
         task = subject.anatomy.task
         has_grid = task in ("causal-lm", "masked-lm", "seq2seq-lm") and subject.sequences.task == task
         self.samples = settings.grid_samples if process.is_main and has_grid else 0
@@ -64,9 +64,7 @@ class LensReader:
         """
         if not classifier.per_token:
             return read_layers(classifier, states, targets, classifier.sample_mask(batch.inputs, mask), advance)
-        if self.threshold is not None:
-            ranks = position_ranks(targets, batch.sequence, self.seed)
-            targets = targets.where(ranks <= self.threshold, IGNORE)
+        targets = self.sample.targets(targets, batch.sequence)
         if self.samples and batch.token_ids is not None and batch.targets is not None:
             shown = mask & (mask.long().cumsum(1) <= self.positions)
             shown &= (torch.arange(len(shown), device=shown.device) < self.samples)[:, None]

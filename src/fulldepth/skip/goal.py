@@ -134,7 +134,8 @@ def goal_of(
     most = sum(gains.values())
     if most < needed:
         reach = f"{1 / max(1 - most, 1e-3):.2f} times as fast" if target == "target_speedup" else f"{1 - most:.2f}"
-        raise loss_cache.refused(
+        loss_cache.discard()
+        raise FulldepthError(
             f"{target} {stated:g} is out of reach: without any of its {len(gains)} candidates the model would be at "
             f"{reach}. Set a nearer target, another granularity, or keep fewer layers."
         )
