@@ -360,7 +360,8 @@ class Measured:
 
     def ratio_text(self, label: str, phase: str) -> str:
         """The time over the baseline's over all cells, as the end of a sentence."""
-        ratio, base = self.ratio(label, phase), self.baseline(label)
+        ratio = self.ratio(label, phase)
+        base = self.baseline(label)
         other = "the original" if base == next(iter(self.programs)) else base
         if not math.isfinite(ratio.low):
             rounds = len(next(iter(self.times.values())))
@@ -457,8 +458,12 @@ def _about(entry: BenchedModel) -> dict[str, Any]:
     """Name, class, depth, size and type of a model."""
     model = entry.model
     if isinstance(model, LlamaCpp):
-        size, depth = model.header.weights.elements, model.header.entries.get("block_count")
-        return {"name": entry.name, "class": model.header.architecture, "num_layers": depth, "parameters": size}
+        return {
+            "name": entry.name,
+            "class": model.header.architecture,
+            "num_layers": model.header.entries.get("block_count"),
+            "parameters": model.header.weights.elements,
+        }
     layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     return {
         "name": entry.name,
@@ -477,10 +482,13 @@ def _headline(
         yield "times", not_compared
     for entry in entries[1:]:
         label = entry.label
-        cells, baseline = len(measured.cells(label)), measured.baseline(label)
+        cells = len(measured.cells(label))
+        baseline = measured.baseline(label)
         where = f" over {cells} combinations of batch and context" if cells > 1 else ""
         if measured.losses is not None and examples is not None:
-            losses, added, held = measured.losses, measured.losses.added(label), units(examples.meta)
+            losses = measured.losses
+            added = losses.added(label)
+            held = units(examples.meta)
             loss = f"held-out loss {losses.mean(label):.4f} nats, {difference_in_words(added, entries[0].label, held)}"
             sentence = f"{label}: {loss}; {losses.count} tokens."
             if entry.plan and (remark := overlap(Plan.of(entry.plan), examples)):
