@@ -37,10 +37,10 @@ from fulldepth.core.distributed import processes
 from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import median_ratio
 from fulldepth.execution import find_anatomy
+from fulldepth.execution.heldout import HeldoutLosses, heldout_losses
 from fulldepth.execution.latency import PHASES, OtherLoad, Runner, Trial, random_tokens, time_in_rounds
 from fulldepth.hf import Block, load_checkpoint, load_tokenizer
 from fulldepth.skip import Examples, Plan, SearchSettings, read_examples, refit, search, skipping
-from fulldepth.skip.bench import HeldoutLosses, heldout_losses
 from fulldepth.skip.goal import count_goal
 from fulldepth.skip.loss_cache import LossCache
 from fulldepth.skip.problem import prepared

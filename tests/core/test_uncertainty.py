@@ -18,6 +18,7 @@ from fulldepth.core.uncertainty import (
     holm,
     identity,
     jackknife_influence,
+    mean_difference,
     measurable,
     median_ratio,
     paired_test,
@@ -179,3 +180,20 @@ def test_the_interval_of_a_timing_covers_and_two_equal_programs_do_not_differ():
     nine = median_ratio([1.2] * 4 + [1.0] * 5, [1.0] * 9)
     assert nine == (1.0, 1.0, 1.2)  # ranks 2 and 8: 1 - 2 * 10 / 512 = 0.961
     assert math.isnan(median_ratio([1.0] * 8, [2.0] * 8).low)
+
+
+def test_the_estimator_is_its_formula_for_documents_of_any_size():
+    generator = np.random.default_rng(1)
+    documents = generator.integers(0, 9, 40)
+    tokens, gap = generator.integers(1, 30, 40).astype(float), generator.normal(0.2, 1, 40)
+    rate = sum(gap) / sum(tokens)
+    squares = [sum(gap[i] - rate * tokens[i] for i in np.flatnonzero(documents == g)) ** 2 for g in set(documents)]
+    error = (9 / 8 * sum(squares)) ** 0.5 / sum(tokens)
+    found = mean_difference(gap, tokens, documents, 160)
+    assert (found.mean, found.free_error) == pytest.approx((rate, error), rel=1e-12)
+    assert found.error == pytest.approx(error * (1 - 40 / 160) ** 0.5, rel=1e-12)
+    assert (found.sequences, found.documents) == (40, 9)
+    for few in (1, 2):  # two documents tell too little of others
+        found = mean_difference(gap, tokens, np.arange(40) % few, 160)
+        assert found.free_error == found.reach == np.inf
+        assert not found.measurable

@@ -11,16 +11,19 @@ from numpy.testing import assert_allclose, assert_array_equal
 from torch.testing import assert_close
 
 import tiny_models
-from fulldepth.execution import body_inputs, capture, lens, read_layers, top_tokens, verify
-from fulldepth.execution.lens import CPU_CHUNK
+from fulldepth.execution import body_inputs, capture, predictions, read_layers, top_tokens, verify
 from fulldepth.hf import anatomy_candidates
 from tiny_models import seeded
+
+MOST = 128
+"""Rows that the budget of a test allows."""
 
 
 class Fake:
     """A classifier out of one matrix that remembers the largest batch it was given."""
 
     def __init__(self, weight, dtype=torch.float32):
+        self.anatomy = SimpleNamespace(vocab_size=len(weight))
         self.weight, self.per_token, self.largest, self.dtype = weight, True, 0, dtype
 
     device = None
@@ -83,9 +86,11 @@ def test_token_heads_against_full_logits(layers, batch, length, share, seed):
     states, weight, targets = invented(layers, batch, length, seeded(seed), share=share)
     spoilt = states.masked_fill((targets == -100)[..., None], float("nan"))
     classifier = Fake(weight)
-    readout = read_layers(classifier, spoilt, targets, torch.ones_like(targets))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predictions, "CPU_BYTES", MOST * len(weight) * 4)
+        readout = read_layers(classifier, spoilt, targets, torch.ones_like(targets))
     same(readout, full(states, weight, targets))
-    assert classifier.largest <= CPU_CHUNK
+    assert classifier.largest <= MOST
     assert readout.loss.shape == (layers, int((targets != -100).sum()))
 
 
@@ -147,8 +152,8 @@ def test_tiles_of_the_vocabulary_and_shown_positions_against_full_logits(name, g
     That the classifier gives the model's logits is tested with the heads.
     """
     model, _, found, states = states_of(name, torch.float64, batch=4, length=40)
-    monkeypatch.setattr(lens, "TILE_ROWS", 7)
-    monkeypatch.setattr(lens, "TILE_ELEMENTS", 7 * 13)
+    monkeypatch.setattr(predictions, "TILE_ROWS", 7)
+    monkeypatch.setattr(predictions, "TILE_BYTES", 8 * 7 * 13)
     targets = torch.randint(3 if name == "detr" else 96, states.shape[1:3], generator=generator)
     targets[torch.rand(targets.shape, generator=generator) < 0.5] = -100
     shown = torch.rand(targets.shape, generator=generator) < 0.2
@@ -169,7 +174,7 @@ def test_tiles_of_the_vocabulary_and_shown_positions_against_full_logits(name, g
 def test_bfloat16_products_are_those_of_rounded_operands(generator, monkeypatch):
     """The oracle rounds norms, weights and logits to bfloat16 and computes everything else in float64."""
     model, batch, found, states = states_of("llama", batch=3, length=40)
-    monkeypatch.setattr(lens, "TILE_ELEMENTS", 40 * 30)
+    monkeypatch.setattr(predictions, "TILE_BYTES", 4 * 40 * 30)
     targets = torch.randint(96, states.shape[1:3], generator=generator)
     full = read_layers(found.classifier, states, targets, batch["attention_mask"])
     model.bfloat16()

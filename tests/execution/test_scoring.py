@@ -15,11 +15,10 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.execution import scoring
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.layer_runner import LayerRunner
-from fulldepth.execution.scoring import BASE, Scorer
+from fulldepth.execution.scoring import BASE, Scorer, make_batches, predicted
 from fulldepth.execution.verify import prove
 from fulldepth.hf import GRANULARITIES, Switches, anatomy_candidates, frozen
 from fulldepth.hf.scalars import Block, Scalars, blocks_of
-from fulldepth.skip.fit import make_batches
 from fulldepth.skip.search import plain_flops
 from refusals import refused
 from skip import plain, planned
@@ -134,7 +133,7 @@ def test_scaled_losses_are_those_of_the_definition(name):
     with scorer_of(model, examples, batch_size=5) as (scorer, (batch,)):
         states = scorer.states(batch, Variant({Block(2, "attention")}), Scalars.from_dict(plan.scalars, 3))
         base = scorer.states(batch, BASE)
-        found = scorer.state_sums(states, batch, ("loss", "kl"), scorer.predicted(base))
+        found = scorer.state_sums(states, batch, ("loss", "kl"), predicted(scorer.classifier, base))
         assert scorer.healed_sums(batch, Variant({Block(2, "attention")}), plan.scalars)["loss"] == found["loss"]
     # Factors are float32 in the plan and in the oracle; products are float64.
     expected = plain.loss(scaled, examples, (), "attention")

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 from numpy.testing import assert_allclose
 
-from fulldepth.core.uncertainty import deal, quantile, ratio_error, ratio_influence
-from fulldepth.results import Results, gathered, groups_entry, tabulate
+from fulldepth.core.uncertainty import Difference, deal, quantile, ratio_error, ratio_influence
+from fulldepth.results import Results, difference_in_words, gathered, groups_entry, tabulate
 from fulldepth.results.differences import difference_errors, is_paired, step_interval
 from marks import thorough
 from metrics.oracle import of_ratio
@@ -210,3 +210,20 @@ def test_a_series_enters_with_its_last_step_which_is_paired(tmp_path):
     assert "step" not in found.table
     assert found.meta["models"][1]["model"]["name"] == "checkpoint-20"
     assert any("step 20" in line for line in found.meta["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "documents", "measurable"),
+    [
+        (-0.0199, 0.01, 30, False),
+        (0.03, 0.01, 4, False),  # Student's t of three degrees: 3.18 errors
+        (0.04, 0.01, 4, True),
+        (0.0, 0.0, 30, False),
+        (0.04, math.inf, 2, False),
+    ],
+)
+def test_the_verdict_is_gated_by_two_errors(mean, error, documents, measurable):
+    gap = Difference(mean, 0.0, error, 2 * documents, documents, 0.0)
+    assert gap.measurable is measurable
+    assert "documents" not in difference_in_words(gap, "original", "rows")
+    assert measurable is ("standard error" in difference_in_words(gap, "original", "rows"))

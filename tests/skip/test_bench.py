@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,14 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from data.conftest import jsonl
 from families import zoo
+from fulldepth.core.uncertainty import mean_difference
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import read_examples
 from fulldepth.execution.latency import Runner
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
 from fulldepth.settings.bench import BenchSettings
-from fulldepth.skip.bench import Cell, Measured, _headline, _opened, bench, in_words
-from fulldepth.skip.elimination import Difference, compare
+from fulldepth.skip.bench import Cell, Measured, _headline, _opened, bench
 from fulldepth.skip.exports.export import export
 from fulldepth.skip.plan import HEALED, rows_of
 from refusals import refused
@@ -160,7 +159,7 @@ def test_losses_are_those_of_stock_passes_on_the_same_sequences(folders):
         assert rows["count"]["mean"] == tokens.sum()
         if name != "original":
             gap, finding = (
-                compare(sums - every["original"], tokens, documents, 11),
+                mean_difference(sums - every["original"], tokens, documents, 11),
                 results.headline[f"loss_added {name}"],
             )
             assert finding["standard_error"] == pytest.approx(gap.free_error, rel=1e-4)
@@ -246,20 +245,3 @@ def test_few_rounds_and_a_busy_machine_give_no_verdict():
     ((name, finding),) = _headline([SimpleNamespace(label=name) for name in busy.programs], busy, None)
     assert (name, finding.value) == ("times", None)
     assert finding.sentence.startswith("Not timed: other programs used 35 % of the processor.")
-
-
-@pytest.mark.parametrize(
-    ("mean", "error", "documents", "measurable"),
-    [
-        (-0.0199, 0.01, 30, False),
-        (0.03, 0.01, 4, False),  # Student's t of three degrees: 3.18 errors
-        (0.04, 0.01, 4, True),
-        (0.0, 0.0, 30, False),
-        (0.04, math.inf, 2, False),
-    ],
-)
-def test_the_verdict_is_gated_by_two_errors(mean, error, documents, measurable):
-    gap = Difference(mean, 0.0, error, 2 * documents, documents, 0.0)
-    assert gap.measurable is measurable
-    assert "documents" not in in_words(gap, "original", "rows")
-    assert measurable is ("standard error" in in_words(gap, "original", "rows"))

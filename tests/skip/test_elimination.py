@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fulldepth.skip.elimination import Difference, compare, is_worse, num_tests, reserve
+from fulldepth.core.uncertainty import Difference, mean_difference
+from fulldepth.skip.elimination import is_worse, num_tests, reserve
 
 
 @pytest.mark.parametrize("size", [1, 6])
@@ -20,29 +21,12 @@ def test_errors_and_bounds_are_right_where_windows_of_a_document_agree(size):
     for _ in range(draws):
         shared = np.repeat(generator.normal(0, between, groups), size)
         gap = tokens * (shared + generator.normal(0, within, groups * size))
-        found = compare(gap, np.full(len(gap), float(tokens)), documents, 10**9)
+        found = mean_difference(gap, np.full(len(gap), float(tokens)), documents, 10**9)
         squares.append(found.free_error**2)
         false += is_worse(found, 0.05, 0.0, any_data=True)
     variance = between**2 / groups + within**2 / (groups * size)
     assert np.mean(squares) == pytest.approx(variance, rel=0.03)  # the mean of 4000 has an error of 0.5 %
     assert stats.binom.cdf(false, draws, 0.05) == pytest.approx(0.5, abs=0.4995)  # five in a hundred are wrong
-
-
-def test_the_estimator_is_its_formula_for_documents_of_any_size():
-    generator = np.random.default_rng(1)
-    documents = generator.integers(0, 9, 40)
-    tokens, gap = generator.integers(1, 30, 40).astype(float), generator.normal(0.2, 1, 40)
-    rate = sum(gap) / sum(tokens)
-    squares = [sum(gap[i] - rate * tokens[i] for i in np.flatnonzero(documents == g)) ** 2 for g in set(documents)]
-    error = (9 / 8 * sum(squares)) ** 0.5 / sum(tokens)
-    found = compare(gap, tokens, documents, 160)
-    assert (found.mean, found.free_error) == pytest.approx((rate, error), rel=1e-12)
-    assert found.error == pytest.approx(error * (1 - 40 / 160) ** 0.5, rel=1e-12)
-    assert (found.sequences, found.documents) == (40, 9)
-    for few in (1, 2):  # two documents tell too little of others
-        found = compare(gap, tokens, np.arange(40) % few, 160)
-        assert found.free_error == found.reach == np.inf
-        assert not found.measurable
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.9], ids=["independent", "alike within documents"])
@@ -56,7 +40,7 @@ def test_estimates_from_a_part_of_the_data_are_unbiased_and_their_intervals_cove
     estimates, squares, above = [], [], 0
     for _ in range(draws):
         part = generator.permutation(population)[:drawn]
-        found = compare(gaps[part], np.full(drawn, float(tokens)), documents[part], population)
+        found = mean_difference(gaps[part], np.full(drawn, float(tokens)), documents[part], population)
         estimates.append(found.mean)
         squares.append(found.error**2)
         above += is_worse(found._replace(mean=found.mean - truth), 0.05, 0.0)

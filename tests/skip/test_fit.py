@@ -13,12 +13,12 @@ import tiny_models as tm
 from fulldepth.core.progress import Watcher
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.memory import AllocationTracker
-from fulldepth.execution.scoring import Scorer
+from fulldepth.execution.scoring import Scorer, make_batches
 from fulldepth.execution.verify import prove
 from fulldepth.hf import Block, frozen
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
-from fulldepth.skip.fit import fit_scales, make_batches
+from fulldepth.skip.fit import fit_scales
 from refusals import refused
 from skip import plain, planned
 from tiny_models import seeded

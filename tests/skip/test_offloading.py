@@ -11,12 +11,11 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.memory import AllocationTracker
-from fulldepth.execution.scoring import Scorer
+from fulldepth.execution.scoring import Scorer, make_batches
 from fulldepth.execution.verify import prove
 from fulldepth.hf import Switches, frozen, load_checkpoint
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import Scalars
-from fulldepth.skip.fit import make_batches
 from fulldepth.skip.search import search
 from skip import plain
 

@@ -16,6 +16,7 @@ Source: Cochran, "Sampling Techniques" (1977), 6.3 (ratio estimator); Miller, "A
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,9 @@ GROUPS = 32
 """Maximum number of groups. With 32, a standard error is itself uncertain by about 13 per cent."""
 FEWEST_CLUSTERS = 3
 """Fewest clusters from which a standard error is stated."""
+FEWEST_DOCUMENTS = 8
+"""Fewest documents on which losses are compared by `SIGNIFICANT` standard errors, and a search drops a candidate or is
+sure of its pick."""
 DRAWS = 1000
 """Draws of a bootstrap."""
 SIGNIFICANT = 2.0
@@ -331,3 +335,67 @@ def median_ratio(first: Sequence[float], second: Sequence[float]) -> Ratio:
         return Ratio(float(np.median(values)) if rounds else float("nan"), float("nan"), float("nan"))
     k = max(k for k in range(1, rounds // 2 + 1) if 1 - 2 * scipy.special.bdtr(k - 1, rounds, 0.5) >= 0.95)
     return Ratio(float(np.median(values)), float(values[k - 1]), float(values[rounds - k]))
+
+
+class Difference(NamedTuple):
+    """Difference of the mean losses of two models on the same sequences."""
+
+    mean: float
+    """In nats per token."""
+    error: float
+    """Standard error as an estimate for all held-out data; 0 once all were seen."""
+    free_error: float
+    """Standard error as an estimate for any such data."""
+    sequences: int
+    documents: int
+    """Number of documents of these sequences."""
+    largest: float
+    """Largest departure of a document's summed difference from `mean`, in nats."""
+
+    @property
+    def reach(self) -> float:
+        """Half of the 95 % interval for any such data; infinite if the error is not known.
+
+        2 standard errors, or for fewer than `FEWEST_DOCUMENTS` documents by Student's t.
+        """
+        if math.isinf(self.free_error):
+            return math.inf
+        return self.free_error * (SIGNIFICANT if self.documents >= FEWEST_DOCUMENTS else quantile(self.documents))
+
+    @property
+    def in_errors(self) -> float:
+        """The difference in standard errors."""
+        return self.mean / self.free_error if self.free_error else math.copysign(math.inf, self.mean)
+
+    @property
+    def measurable(self) -> bool:
+        """Whether the difference is beyond its error."""
+        return abs(self.mean) > self.reach
+
+
+def mean_difference(gap: Array, tokens: Array, documents: ArrayLike, population: int) -> Difference:
+    r"""The difference of two models' mean losses, paired by sequence, with the ratio estimator's standard error.
+
+    .. math:: r = \sum_g s_g / \sum_g n_g, \qquad
+        \mathrm{SE}^2 = \frac{G}{G - 1} \sum_g (s_g - r n_g)^2 / \big(\sum_g n_g\big)^2
+
+    with the summed differences s and the tokens n of G documents.
+
+    Args:
+        gap: `[m]` differences of the summed losses of each sequence, in nats.
+        tokens: `[m]` tokens that count.
+        documents: `[m]` integer label of each sequence's document.
+        population: N, the number of held-out sequences.
+    """
+    _, document = np.unique(documents, return_inverse=True)
+    sums = np.bincount(document, gap)
+    weights = np.bincount(document, tokens)
+    total = float(tokens.sum())
+    mean = float(gap.sum()) / total if total else 0.0
+    free_error = float(ratio_error(sums, weights)) if total else math.nan
+    if math.isnan(free_error):
+        free_error = math.inf
+    unseen = 1 - len(gap) / population
+    error = free_error * math.sqrt(unseen) if unseen > 0 else 0.0
+    largest = float(np.abs(sums - mean * weights).max(initial=0.0))
+    return Difference(mean, error, free_error, len(gap), int((weights > 0).sum()), largest)

@@ -30,14 +30,13 @@ from fulldepth.core.files import write_text
 from fulldepth.core.progress import Watcher
 from fulldepth.data.tokens import Frame
 from fulldepth.execution.hooks import capture
+from fulldepth.execution.predictions import read_predictions
 from fulldepth.hf import Anatomy, Classifier
 from fulldepth.hf.truncation import truncated
 from fulldepth.hf.tying import keeping_ties
 
 SEED, PYTHON_SEED = 1234, 0
 """lm-eval's default seeds: of few-shot examples, NumPy and torch; of Python's `random`."""
-MOST_LOGITS = 1 << 25
-"""Logits of one exit layer that exist at once."""
 MOST_LINE = 64 << 20
 """Longest line of a file of answers in bytes."""
 HarnessModel: Any = object
@@ -153,20 +152,19 @@ class LayerReader:
             with capture(self.anatomy, ["residual"]) as activations:
                 logits = run()
             states = activations["residual"]  # L+1 states [B, T, D]
-        rows_at_once = max(1, MOST_LOGITS // (self.classifier.classes or self.anatomy.vocab_size or 1))
-        values: list[Tensor] = []
-        hits: list[Tensor] = []
+
+        def keep(scores: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+            log_probabilities = torch.log_softmax(scores, -1, dtype=dtype)
+            likelihood = log_probabilities.gather(1, wanted[:, None])[:, 0]
+            return likelihood.cpu(), (log_probabilities.argmax(-1) == wanted).cpu()
+
+        readings = []
         for layer in self.layers:
             source, head = (logits, None) if layer == depth else (states[layer], self.classifier.at(layer))
             chosen = source[row.to(source.device), position.to(source.device)]  # [N, V] or [N, D]
-            for start in range(0, len(token), rows_at_once):
-                at = slice(start, start + rows_at_once)
-                scores = chosen[at] if head is None else head.tokens(chosen[at].to(head.device or chosen.device))
-                log_probabilities = torch.log_softmax(scores, -1, dtype=dtype)
-                wanted = token[at].to(scores.device)
-                values.append(log_probabilities.gather(1, wanted[:, None])[:, 0].cpu())
-                hits.append((log_probabilities.argmax(-1) == wanted).cpu())
-        return torch.cat(values).view(len(self.layers), -1), torch.cat(hits).view(len(self.layers), -1)
+            readings.append(read_predictions(head, chosen, token, keep))
+        values, hits = (torch.stack(column) for column in zip(*readings, strict=True))
+        return values, hits
 
 
 class LayeredAnswers(HarnessModel):

@@ -137,27 +137,28 @@ class Quality:
     @torch.no_grad()
     def _data_rows(self) -> list[Row]:
         """Accuracy and perplexity of the data's next tokens at every exit layer, one pass a batch."""
-        reader = LayerReader(self.subject.anatomy, self.subject.classifier, self.data_layers)
-        values = []
-        hits = []
-        for ids in self._batches():
-            row, position = torch.ones(ids[:, 1:].shape).nonzero().unbind(1)
-            value, hit = reader.read(
-                lambda ids=ids: self.subject.model(ids).logits,  # type: ignore[misc]
-                row,
-                position,
-                ids[row, position + 1],
-                dtype=torch.float32,
-            )
-            values.append(value)
-            hits.append(hit)
+        readings = [self._read(self.data_layers, ids) for ids in self._batches()]
+        values, hits = (torch.cat(column, 1).flatten(1) for column in zip(*readings, strict=True))  # [E, N]
         rows = []
-        for layer, value, hit in zip(
-            self.data_layers, torch.cat(values, 1), torch.cat(hits, 1), strict=True
-        ):  # [N] each
+        for layer, value, hit in zip(self.data_layers, values, hits, strict=True):
             rows.append(_row(DATA, layer, "accuracy", float(hit.double().mean()), len(hit)))
             rows.append(_row(DATA, layer, "perplexity", perplexity(value.double().tolist()), len(value)))
         return rows
+
+    def _read(self, layers: Sequence[int], ids: Tensor, start: int = 1) -> tuple[Tensor, Tensor]:
+        """`[E, B, T - start]` log-probabilities of the tokens `[B, T]` from a position on, and whether each is the most
+        likely one, at E exit layers; on the CPU.
+        """
+        row, position = torch.ones(ids[:, start:].shape).nonzero().unbind(1)
+        reader = LayerReader(self.subject.anatomy, self.subject.classifier, layers)
+        values, hits = reader.read(
+            lambda: self.subject.model(ids).logits,
+            row,
+            position + start - 1,
+            ids[row, position + start],
+            dtype=torch.float32,
+        )
+        return values.unflatten(1, (len(ids), -1)), hits.unflatten(1, (len(ids), -1))
 
     def _text_rows(self, layer: int) -> list[Row]:
         """Measures of the texts that the first layers generate."""
@@ -201,9 +202,8 @@ class Quality:
                     temperature=1.0,
                     pad_token_id=padding,
                 )  # [B, prefix + new]
-                predicted = subject.model(sequences).logits[:, start - 1 : -1].float().log_softmax(-1)
-                likely = predicted.gather(2, sequences[:, start:, None])[..., 0]  # [B, new]
-                for tokens, values in zip(sequences[:, start:], likely, strict=True):
+                likely, _ = self._read([subject.anatomy.num_layers], sequences, start)  # [1, B, new]
+                for tokens, values in zip(sequences[:, start:], likely[0], strict=True):
                     ended = [at + 1 for at, token in enumerate(tokens.tolist()) if token in ends]
                     length = min(ended, default=len(tokens))
                     texts.append(subject.tokenizer.decode(tokens[:length], skip_special_tokens=True))

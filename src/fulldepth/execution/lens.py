@@ -1,9 +1,9 @@
-"""The logit lens over all layers: one pass over tiles of the vocabulary, which limits the logits in memory."""
+"""The logit lens over all layers, and the most probable tokens of each."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,18 +11,11 @@ from torch import Tensor
 
 from fulldepth.core.targets import IGNORE
 from fulldepth.data import Sequences
+from fulldepth.execution.predictions import read_predictions, tiles, widened
 from fulldepth.hf import Classifier
 from fulldepth.metrics.base import Readout
 from fulldepth.metrics.reservoir import priority
 
-CPU_CHUNK = 128
-"""Tokens whose logits exist at once on a CPU for heads that give all classes at once."""
-TILE_ROWS = 512
-"""Maximum number of tokens in a tile of logits on a CPU."""
-TILE_ELEMENTS = 1 << 19
-"""Logits in a tile on a CPU, few enough to stay in its cache."""
-DEVICE_CHUNK_ELEMENTS = 1 << 27
-"""Number of logits that exist at once on an accelerator."""
 SAFE_EXPONENT = 60.0
 """Exponentials of logits up to this size, summed over any vocabulary, neither overflow nor vanish in float32."""
 FULL_PRECISION = (torch.float32, torch.float64)
@@ -35,28 +28,43 @@ class TopTokens(NamedTuple):
     probability: Tensor
 
 
-def position_ranks(targets: Tensor, sequence: Tensor, seed: int) -> Tensor:
-    """[B, T] int64 priority of every position in a sample of positions, from its place in the whole data.
+class PositionSample:
+    """A seeded sample of the positions that have a target, by their places in the whole data.
 
     Args:
-        targets: `[B, T]`.
-        sequence: `[B]` index of each sequence in the data.
+        sequences: the data.
+        limit: size of the sample; None = all positions.
         seed: of the sample.
     """
-    places = torch.arange(targets.shape[1], device=targets.device)
-    return priority((sequence.to(targets.device)[:, None] << 24) | places, seed)
 
+    def __init__(self, sequences: Sequences, limit: int | None, seed: int) -> None:
+        self.seed = seed
+        self._largest: int | None = None
+        """The largest rank in the sample; None = all positions are in it."""
+        if limit is None or sequences.num_targets <= limit:
+            return
+        smallest = torch.empty(0, dtype=torch.int64)
+        for batch in sequences.batches(64):
+            if batch.targets is not None:
+                ranks = self._ranks(batch.targets, batch.sequence)[batch.targets != IGNORE]
+                smallest = torch.cat([smallest, ranks]).sort().values[:limit]
+        self._largest = int(smallest[-1]) if len(smallest) else None
 
-def largest_rank(sequences: Sequences, limit: int | None, seed: int) -> int | None:
-    """The largest of `position_ranks` in a sample of `limit` positions with a target; None = all are read."""
-    if limit is None or sequences.num_targets <= limit:
-        return None
-    smallest = torch.empty(0, dtype=torch.int64)
-    for batch in sequences.batches(64):
-        if batch.targets is not None:
-            ranks = position_ranks(batch.targets, batch.sequence, seed)[batch.targets != IGNORE]
-            smallest = torch.cat([smallest, ranks]).sort().values[:limit]
-    return int(smallest[-1]) if len(smallest) else None
+    def targets(self, targets: Tensor, sequence: Tensor) -> Tensor:
+        """The targets `[B, T]` of a batch, -100 at the positions that are not in the sample.
+
+        Args:
+            targets: `[B, T]`.
+            sequence: `[B]` index of each sequence in the data.
+        """
+        if self._largest is None:
+            return targets
+        return targets.where(self._ranks(targets, sequence) <= self._largest, IGNORE)
+
+    def _ranks(self, targets: Tensor, sequence: Tensor) -> Tensor:
+        """[B, T] int64 priority of every position."""
+        places = torch.arange(targets.shape[1], device=targets.device)
+        return priority((sequence.to(targets.device)[:, None] << 24) | places, self.seed)
 
 
 def read_layers(
@@ -78,21 +86,27 @@ def read_layers(
         advance: called after each layer, for a progress bar.
     """
     device = classifier.device or states.device
-    targets, attention_mask = targets.to(device), attention_mask.to(device)
+    targets = targets.to(device)
     where = targets != IGNORE
-
-    def tiles(layer: int) -> Iterator[tuple[slice, int, Tensor]]:
-        head, chosen = classifier.at(layer), states[layer].to(device)[where]
-        if classifier.per_token:
-            yield from _tiles(head, head.prepare(chosen))
-        else:
-            logits = head.sequences(chosen, attention_mask[where])
-            yield slice(0, len(logits)), 0, logits.clone()
-        advance()
-
+    mask = None if classifier.per_token else attention_mask.to(device)[where]
+    labels = targets[where]
+    hits = torch.empty(len(states), len(labels), 2, dtype=torch.bool, device=device)
     precision = torch.float32 if classifier.per_token else torch.promote_types(states.dtype, torch.float32)
-    columns = _reduce(tiles, len(states), targets[where], precision)
-    return Readout(*(column.to(states.device) for column in (*columns, where.nonzero()[:, 0])))
+    loss = torch.empty(len(states), len(labels), dtype=precision, device=device)
+    index = torch.stack([labels, torch.zeros_like(labels)], dim=1)
+    for layer in reversed(range(len(states) if len(labels) else 0)):  # the last one first: others are compared with it
+        last, softmax = layer == len(states) - 1, None
+        chosen = states[layer].to(device)[where]
+        for rows, start, logits in tiles(classifier.at(layer), chosen, mask, by_class=True):
+            softmax = softmax or _Softmax(index, logits.dtype, find=last)
+            softmax.add(rows, start, logits)
+        assert softmax is not None
+        hits[layer], loss[layer] = softmax.hits, softmax.loss
+        if last:
+            index[:, 1], hits[layer, :, 1] = softmax.best, True
+        advance()
+    columns = (hits[..., 1], hits[..., 0], loss, where.nonzero()[:, 0])
+    return Readout(*(column.to(states.device) for column in columns))
 
 
 @torch.no_grad()
@@ -105,63 +119,16 @@ def top_tokens(classifier: Classifier, states: Tensor, shown: Tensor, k: int) ->
         shown: `[B, T]` bool, the `P` positions.
         k: limited to the number of classes.
     """
-    device = classifier.device or states.device
-    tokens, probabilities = [], []
-    for layer, state in enumerate(states):
-        logits = classifier.at(layer).tokens(state[shown].to(device))  # [P, V]
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+
+    def most_probable(logits: Tensor, _: None) -> tuple[Tensor, Tensor]:
+        logits = widened(logits)
         top = logits.topk(min(k, logits.shape[-1])) if k > 1 else logits.max(-1, keepdim=True)
-        tokens.append(top.indices.to(states.device))
-        probabilities.append((top.values - logits.logsumexp(-1, keepdim=True)).exp().to(states.device))
-    return TopTokens(torch.stack(tokens), torch.stack(probabilities))
+        return top.indices, (top.values - logits.logsumexp(-1, keepdim=True)).exp()
 
-
-def _reduce(
-    tiles: Callable[[int], Iterator[tuple[slice, int, Tensor]]], layers: int, targets: Tensor, precision: torch.dtype
-) -> tuple[Tensor, ...]:
-    """Agreement, correctness and loss, `[layers, N]`.
-
-    The last layer is read first, because the others are compared with it.
-
-    Args:
-        tiles: of the logits of a layer, as from `_tiles`.
-        layers: their number.
-        targets: `[N]`.
-        precision: of the loss.
-    """
-    tokens, device = len(targets), targets.device
-    hits = torch.empty(layers, tokens, 2, dtype=torch.bool, device=device)
-    loss = torch.empty(layers, tokens, dtype=precision, device=device)
-    index = torch.stack([targets, torch.zeros_like(targets)], dim=1)
-    for layer in reversed(range(layers if tokens else 0)):
-        last, softmax = layer == layers - 1, None
-        for rows, start, logits in tiles(layer):
-            softmax = softmax or _Softmax(index, logits.dtype, find=last)
-            softmax.add(rows, start, logits)
-        assert softmax is not None
-        hits[layer], loss[layer] = softmax.hits, softmax.loss
-        if last:
-            index[:, 1], hits[layer, :, 1] = softmax.best, True
-    return hits[..., 1], hits[..., 0], loss
-
-
-def _tiles(classifier: Classifier, prepared: Tensor) -> Iterator[tuple[slice, int, Tensor]]:
-    """Tiles of the logits of prepared states `[N, D']`: rows, first class, logits `[rows, C]` in a shared buffer."""
-    tokens, classes, on_cpu = len(prepared), classifier.classes, prepared.device.type == "cpu"
-    if on_cpu:
-        chunk = CPU_CHUNK if classes is None else TILE_ROWS
-    else:
-        chunk = max(CPU_CHUNK, DEVICE_CHUNK_ELEMENTS // (classes or classifier.logits(prepared[:1]).numel()))
-    chunk = min(tokens, chunk)
-    parts = [slice(start, start + chunk) for start in range(0, tokens, chunk)]
-    if classes is None:
-        yield from ((rows, 0, classifier.logits(prepared[rows])) for rows in parts)
-        return
-    width = min(classes, max(1, (TILE_ELEMENTS if on_cpu else DEVICE_CHUNK_ELEMENTS) // chunk))
-    room = prepared.new_empty(chunk * width)
-    for start in range(0, classes, width):
-        tile = classifier.tile(slice(start, start + width))
-        yield from ((rows, start, tile(prepared[rows], room)) for rows in parts)
+    layers = [
+        read_predictions(classifier.at(layer), state[shown], None, most_probable) for layer, state in enumerate(states)
+    ]
+    return TopTokens(*(torch.stack(column).to(states.device) for column in zip(*layers, strict=True)))
 
 
 class _Softmax:
@@ -185,7 +152,7 @@ class _Softmax:
 
     def add(self, rows: slice, start: int, logits: Tensor) -> None:
         """Add the logits `[rows, C]` of the classes from `start`, which are overwritten."""
-        logits = logits if self.exact else logits.float()
+        logits = widened(logits)
         self.classes = max(self.classes, start + logits.shape[1])
         index = self.index[rows] - start
         inside = (index >= 0) & (index < logits.shape[1])

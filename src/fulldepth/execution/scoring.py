@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.targets import IGNORE, next_targets
+from fulldepth.data.batches import Example, grouped, padded_batch
 from fulldepth.execution.flops import Costs, Shape, Variant, costs_of, parts_of
 from fulldepth.execution.layer_runner import LayerRunner
-from fulldepth.hf import Anatomy, Block, Classifier, body_inputs, device_of
+from fulldepth.execution.predictions import Reduce, log_probabilities, losses, read_predictions, row_parts, tiles
+from fulldepth.hf import Anatomy, Block, Classifier, device_of
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
+from fulldepth.hf.truncation import state_at
 
-CPU_LOGITS, DEVICE_LOGITS = 1 << 22, 1 << 27
-"""Number of logits that exist at once on a CPU and on an accelerator."""
 LOSS, SCALED, DIVERGENCE, AGREEMENT = "loss", "scaled", "kl", "greedy_agreement"
 BASE = Variant()
 """The unmodified model."""
@@ -73,6 +73,19 @@ class ScoredBatch:
         return ScoredBatch(
             inputs, self.where.to(device), self.targets.to(device), self.owners.to(device), self.documents
         )
+
+
+def make_batches(examples: Sequence[Example], batch_size: int) -> list[ScoredBatch]:
+    """Batches of examples, the longest first.
+
+    Raises:
+        FulldepthError: if no token of the examples is predicted.
+    """
+    groups = grouped(examples, batch_size)
+    scored = [ScoredBatch.of(padded_batch(group, 0), [example.document for example in group]) for group in groups]
+    if not any(len(batch.targets) for batch in scored):
+        raise FulldepthError("The data are empty: no token counts.")
+    return scored
 
 
 class Scorer:
@@ -137,11 +150,11 @@ class Scorer:
         kinds = (LOSS, DIVERGENCE) if divergence else (LOSS,)
         ordered = sorted({*variants, *([BASE] if divergence else [])}, key=sorted)
         sums: dict[Variant, dict[str, list[float]]] = {}
-        references: list[Tensor] | None = None
+        references: list[Tensor] = []
         for variant, states in self._last_states(batch, ordered):
             rows = states[batch.where.to(states.device)]
-            if divergence and references is None:  # the base comes first: `_leaves` visits unskipped branches first
-                references = list(self.predicted(rows))
+            if divergence and not references:  # the base comes first: `_leaves` visits unskipped branches first
+                references = list(predicted(self.classifier, rows))
             sums[variant] = self.state_sums(rows, batch, kinds, references)
             advance(1)
         self.plain()
@@ -170,7 +183,7 @@ class Scorer:
         states: Tensor,
         batch: ScoredBatch,
         kinds: Sequence[str] = (LOSS,),
-        base: Iterable[Tensor | None] | None = None,
+        base: Iterable[Tensor] = (),
     ) -> dict[str, list[float]]:
         """Kind -> B sums over the labelled positions of each sequence, from last states.
 
@@ -178,18 +191,10 @@ class Scorer:
             states: `[R, D]` last states at the labelled positions.
             batch: on the device.
             kinds: `loss`, and with a base `kl` and `greedy_agreement` (1 where the most likely token is the same).
-            base: from `predicted`, of the unmodified model.
+            base: from `predicted`, of the unmodified model's states.
         """
-        columns: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
-        for (at, part), reference in zip(self._parts(states), repeat(None) if base is None else base, strict=False):
-            own = self.predictions(part)
-            for kind in kinds:
-                columns[kind].append(read(kind, own, batch.targets[at], reference))
-        return {kind: batch_sums(torch.cat(parts or [states.new_zeros(0)]), batch) for kind, parts in columns.items()}
-
-    def predicted(self, states: Tensor) -> Iterator[Tensor]:
-        """Log-probabilities from last states `[R, D]`, part by part."""
-        return (self.predictions(part) for _, part in self._parts(states))
+        columns = read_predictions(self.classifier, states, batch.targets, kept(kinds, base))
+        return {kind: batch_sums(values, batch) for kind, values in zip(kinds, columns, strict=True)}
 
     def plain(self) -> None:
         """Restore the unmodified model: nothing skipped, no scalars."""
@@ -228,20 +233,16 @@ class Scorer:
         states = self.anatomy.stream(states)
         return states[batch.where.to(states.device)]
 
-    def predictions(self, rows: Tensor) -> Tensor:
-        """[R, V] log-probabilities from last states `[R, D]`, float32 (float64 for float64 models)."""
-        logits = self.classifier.tokens(rows)
-        return functional.log_softmax(logits.float() if logits.dtype.itemsize < 4 else logits, dim=-1)
-
-    def objective(self, rows: Tensor, targets: Tensor) -> Tensor:
+    def objective(self, states: Tensor, targets: Tensor) -> Tensor:
         """Summed loss of last states `[R, D]`; logits are computed in parts, and recomputed in the backward pass."""
 
         def loss(part: Tensor, targets: Tensor) -> Tensor:
-            return read(LOSS, self.predictions(part), targets, None).sum().to(self.device)
+            logits = self.classifier.tokens(part)
+            return losses(logits, targets.to(logits.device)).sum().to(self.device)
 
         total: Tensor = torch.zeros((), dtype=torch.float32, device=self.device)
-        for at, part in self._parts(rows):
-            total = total + checkpoint(loss, part, targets[at], use_reentrant=False)
+        for rows in row_parts(self.classifier, states):
+            total = total + checkpoint(loss, states[rows], targets[rows], use_reentrant=False)
         return total
 
     def _last_states(self, batch: ScoredBatch, variants: Sequence[Variant]) -> Iterator[tuple[Variant, Tensor]]:
@@ -254,18 +255,8 @@ class Scorer:
 
     def _whole_pass(self, batch: ScoredBatch, variant: Variant) -> Tensor:
         """[B, T, D] last states of one variant, by a forward pass of the model."""
-        last: list[Tensor] = []
-
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            last.append(output[0] if isinstance(output, tuple | list) else output)
-
         self.switches.skip(variant)
-        hook = self.anatomy.blocks[-1].register_forward_hook(keep)
-        try:
-            self.anatomy.body(**body_inputs(self.anatomy, batch.inputs))
-        finally:
-            hook.remove()
-        return self.anatomy.stream(last[-1])
+        return state_at(self.anatomy, self.costs.num_layers, batch.inputs)
 
     def _leaves(self, layer: int, states: Tensor, variants: Sequence[Variant]) -> Iterator[tuple[Variant, Tensor]]:
         """Each variant with its last states, depth first; only the states at branching points are kept."""
@@ -291,16 +282,35 @@ class Scorer:
             self.switches.skip(variant)
         return self.runner.run(layer, states)
 
-    def _parts(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The rows in parts small enough for their logits to exist at once."""
-        step = max(1, (CPU_LOGITS if self.device.type == "cpu" else DEVICE_LOGITS) // (self.anatomy.vocab_size or 1))
-        return ((slice(start, start + step), rows[start : start + step]) for start in range(0, len(rows), step))
+
+def predicted(classifier: Classifier | None, states: Tensor) -> Iterator[Tensor]:
+    """Log-probabilities of the rows that `read_predictions` reads at once, one after another."""
+    return (log_probabilities(logits) for _, _, logits in tiles(classifier, states))
 
 
-def read(kind: str, own: Tensor, targets: Tensor, base: Tensor | None) -> Tensor:
+def kept(kinds: Sequence[str], base: Iterable[Tensor] = ()) -> Reduce:
+    """What `read_predictions` keeps to compute these kinds of losses.
+
+    Args:
+        kinds: `loss`, and with a base `kl` (KL(base || model)) and `greedy_agreement` (1 where the most likely token is
+            the same).
+        base: from `predicted`, of the model compared with, at the same rows.
+    """
+    references = iter(base)
+
+    def keep(logits: Tensor, targets: Tensor) -> list[Tensor]:
+        own, reference = log_probabilities(logits), next(references, None)
+        return [_read(kind, own, targets, reference) for kind in kinds]
+
+    return keep
+
+
+def _read(kind: str, own: Tensor, targets: Tensor, base: Tensor | None) -> Tensor:
     """[R] losses, or comparisons with the base, of log-probabilities `[R, V]`."""
-    if base is None or kind == LOSS:
-        return functional.nll_loss(own, targets.to(own.device), reduction="none")
+    if kind == LOSS:
+        return functional.nll_loss(own, targets, reduction="none")
+    assert base is not None
+    base = base.to(own.device)
     if kind == AGREEMENT:
         return (base.argmax(-1) == own.argmax(-1)).double()
     return (base.exp() * (base - own)).sum(-1).clamp(min=0)

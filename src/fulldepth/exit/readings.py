@@ -34,15 +34,14 @@ from fulldepth.core.uncertainty import advisable, sample
 from fulldepth.data import Batch
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.decoding import ExitRule, certainty
-from fulldepth.execution.lens import largest_rank, position_ranks
+from fulldepth.execution.lens import PositionSample
+from fulldepth.execution.predictions import losses, read_predictions
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.settings.exit import LayerReadingSettings, Rule
 from fulldepth.subject import Subject
 
 CANDIDATES = 200
 """Most thresholds that a calibration tries, besides the given ones."""
-CHUNK_ELEMENTS = 1 << 23
-"""Logits that exist at once."""
 
 
 @dataclass(frozen=True)
@@ -201,9 +200,8 @@ def read(subject: Subject, rules: Sequence[Rule], settings: LayerReadingSettings
         FulldepthError: if states are NaN or infinite.
     """
     watcher.begin(f"Reading the layers of {Path(subject.checkpoint.name).name}", len(subject.sequences))
-    highest = (
-        None if subject.anatomy.classifies else largest_rank(subject.sequences, settings.lens_tokens, settings.seed)
-    )
+    lens_tokens = None if subject.anatomy.classifies else settings.lens_tokens
+    sample = PositionSample(subject.sequences, lens_tokens, settings.seed)
     parts: list[Readings] = []
     with capture(subject.anatomy, ["residual"]) as activations:
         for batch in subject.sequences.batches(batch_size_of(subject, settings)):
@@ -215,7 +213,7 @@ def read(subject: Subject, rules: Sequence[Rule], settings: LayerReadingSettings
                     "Activations are NaN or infinite; the weights are broken or the precision is too low (try --dtype "
                     "float32)."
                 )
-            parts.append(_read_batch(subject, batch, states, rules, highest, settings.seed))
+            parts.append(_read_batch(subject, batch, states, rules, sample))
             activations.clear()
             watcher.advance(len(batch))
     return _combined(parts, lambda values: torch.cat(list(values), dim=-1))
@@ -230,32 +228,27 @@ def _combined(parts: Sequence[Readings], combine: Callable[[Sequence[Tensor]], T
 
 
 def _read_batch(
-    subject: Subject, batch: Batch, states: Sequence[Tensor], rules: Sequence[Rule], highest: int | None, seed: int
+    subject: Subject, batch: Batch, states: Sequence[Tensor], rules: Sequence[Rule], sample: PositionSample
 ) -> Readings:
     """The readings of one batch of texts, or of labelled texts or images."""
     targets = batch.labels if subject.anatomy.classifies else batch.targets
     assert targets is not None  # there are targets in the data
+    targets = sample.targets(targets, batch.sequence)
     chosen = targets != IGNORE
-    if highest is not None:
-        chosen &= position_ranks(targets, batch.sequence, seed) <= highest
     target = targets[chosen]
-    mask = subject.classifier.sample_mask(batch.inputs, batch.mask(states[0].shape[1]))
-    size = max(1, len(target) if subject.anatomy.classifies else CHUNK_ELEMENTS // (subject.anatomy.vocab_size or 1))
-    layers: list[list[Tensor]] = []  # of each layer: predictions, losses, value of each rule, [N] each
+    mask = None
+    if subject.anatomy.classifies:
+        mask = subject.classifier.sample_mask(batch.inputs, batch.mask(states[0].shape[1]))[chosen]
     named = [rule for rule in rules if rule != "patience"]
-    for layer, state in enumerate(states):
-        head = subject.classifier.at(layer)
-        read = []
-        parts = state[chosen.to(state.device)].split(size)
-        for part, expected in zip(parts, target.split(size), strict=True):
-            raw = (
-                head.sequences(part, mask[chosen].to(part.device)) if subject.anatomy.classifies else head.tokens(part)
-            )
-            logits = raw if raw.dtype == torch.float64 else raw.float()
-            picked = logits.gather(-1, expected.to(logits.device)[:, None])[:, 0]
-            values = [logits.logsumexp(-1) - picked, *(certainty(logits, rule) for rule in named)]
-            read.append([raw.argmax(-1).cpu(), *(value.double().cpu() for value in values)])
-        layers.append([torch.cat(column) for column in zip(*read, strict=True)])
+
+    def keep(logits: Tensor, expected: Tensor) -> list[Tensor]:
+        values = [losses(logits, expected), *(certainty(logits, rule) for rule in named)]
+        return [logits.argmax(-1).cpu(), *(value.double().cpu() for value in values)]
+
+    layers = [
+        read_predictions(subject.classifier.at(layer), state[chosen.to(state.device)], target, keep, mask)
+        for layer, state in enumerate(states)
+    ]
     prediction, loss, *certainties = (torch.stack(column) for column in zip(*layers, strict=True))
     sequence = batch.sequence[chosen.nonzero()[:, 0]]
     clusters = subject.sequences.clusters

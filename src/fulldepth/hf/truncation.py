@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -343,7 +344,7 @@ def _prove(anatomy: Anatomy, cut: Anatomy, layers: int) -> None:
     """Compare the cut model with the original on a small batch: states after layer E, and logits where known."""
     with evaluating(anatomy.model), evaluating(cut.model):
         inputs = sample_inputs(anatomy)
-        expected, got = (_state_at(each, layers, inputs) for each in (anatomy, cut))
+        expected, got = (state_at(each, layers, inputs) for each in (anatomy, cut))
         pairs = {"states": (expected, got)}
         if anatomy.head is not None:
             classifier = Classifier(anatomy)
@@ -363,15 +364,17 @@ def _agree(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and float((one.double() - other.double()).abs().max()) <= allowed
 
 
-def _state_at(anatomy: Anatomy, layer: int, inputs: Mapping[str, Any]) -> Tensor:
-    """[B, T, D] `h_l`."""
+def state_at(anatomy: Anatomy, layer: int, inputs: Mapping[str, Any]) -> Tensor:
+    """[B, T, D] `h_l`, by a forward pass of the model's body; `layer` is 1-based."""
     states: list[Tensor] = []
+    calls = count(1)
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        states.append((output[0] if isinstance(output, tuple | list) else output).clone())
+        if next(calls) == layer:
+            states.append((output[0] if isinstance(output, tuple | list) else output).clone())
 
     with ExitStack() as hooks:
         for block in set(anatomy.blocks):
             hooks.callback(block.register_forward_hook(keep).remove)
         anatomy.body(**body_inputs(anatomy, inputs))
-    return anatomy.stream(states[layer - 1])
+    return anatomy.stream(states[0])

@@ -12,7 +12,7 @@ from fulldepth.core.distributed import Processes
 from fulldepth.core.targets import IGNORE
 from fulldepth.data import Batch, decode_ids
 from fulldepth.execution import TopTokens, read_layers, top_tokens
-from fulldepth.execution.lens import largest_rank, position_ranks
+from fulldepth.execution.lens import PositionSample
 from fulldepth.hf import Classifier
 from fulldepth.metrics import Readout, saturation_layer
 from fulldepth.settings.measure import MeasureSettings
@@ -35,10 +35,9 @@ class LensReader:
 
     def __init__(self, subject: Subject, settings: MeasureSettings, process: Processes) -> None:
         self.subject = subject
-        self.seed = settings.seed
         self.top = settings.grid_top
         self.positions = settings.grid_positions
-        self.threshold = largest_rank(subject.sequences, settings.lens_tokens, settings.seed)
+        self.sample = PositionSample(subject.sequences, settings.lens_tokens, settings.seed)
         task = subject.anatomy.task
         has_grid = task in ("causal-lm", "masked-lm", "seq2seq-lm") and subject.sequences.task == task
         self.samples = settings.grid_samples if process.is_main and has_grid else 0
@@ -66,9 +65,7 @@ class LensReader:
         """
         if not classifier.per_token:
             return read_layers(classifier, states, targets, classifier.sample_mask(batch.inputs, mask), advance)
-        if self.threshold is not None:
-            ranks = position_ranks(targets, batch.sequence, self.seed)
-            targets = targets.where(ranks <= self.threshold, IGNORE)
+        targets = self.sample.targets(targets, batch.sequence)
         if self.samples and batch.token_ids is not None and batch.targets is not None:
             in_grid = mask & (mask.long().cumsum(1) <= self.positions)
             in_grid &= (torch.arange(len(in_grid), device=in_grid.device) < self.samples)[:, None]

@@ -16,7 +16,8 @@ from fulldepth.results.folder import (
 )
 from fulldepth.results.influences import gathered, groups_entry, groups_of, joined
 from fulldepth.results.pages import Chapter, names, report, write_index
-from fulldepth.results.table import COLUMNS, tabulate
+from fulldepth.results.table import COLUMNS, stacked, tabulate
+from fulldepth.results.verdict import difference_finding, difference_in_words
 
 __all__ = [
     "COLUMNS",
@@ -33,6 +34,8 @@ __all__ = [
     "check_free",
     "claimed",
     "compare",
+    "difference_finding",
+    "difference_in_words",
     "finite",
     "gathered",
     "groups_entry",
@@ -42,6 +45,7 @@ __all__ = [
     "names",
     "provenance",
     "report",
+    "stacked",
     "tabulate",
     "versions",
     "write_index",

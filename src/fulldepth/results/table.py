@@ -47,6 +47,12 @@ def tabulate(rows: list[Any], **extra: Any) -> pd.DataFrame:
     return table
 
 
+def stacked(tables: Sequence[pd.DataFrame], **types: str) -> pd.DataFrame:
+    """Concatenated tables: the tidy columns, then further ones of these types, in this order."""
+    table = pd.concat([part.astype(types) for part in tables if len(part)], ignore_index=True)
+    return table[[*COLUMNS, *types]]
+
+
 def read(path: Path, required: Sequence[str] = COLUMNS) -> pd.DataFrame:
     """The table in a parquet file.
 

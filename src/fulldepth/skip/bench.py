@@ -26,7 +26,7 @@ tokens. Differences are paired, on the same tokens; the cluster of their standar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,18 +36,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.core.thresholds import BUSY
-from fulldepth.core.uncertainty import FEWEST_CLUSTERS, FEWEST_ROUNDS, Ratio, median_ratio
-from fulldepth.data.batches import Example
+from fulldepth.core.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
 from fulldepth.data.examples import Examples, units
 from fulldepth.data.tokens import plain_ids
 from fulldepth.execution import find_anatomy
+from fulldepth.execution.heldout import HeldoutLosses, heldout_losses, vocabulary
 from fulldepth.execution.latency import (
     PHASES,
     OtherLoad,
@@ -60,24 +59,31 @@ from fulldepth.execution.latency import (
 )
 from fulldepth.execution.llama_cpp import LlamaCpp
 from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
-from fulldepth.execution.scoring import DEVICE_LOGITS, LOSS, batch_sums, read
+from fulldepth.execution.scoring import LOSS
 from fulldepth.hf import (
     Checkpoint,
-    device_of,
     evaluating,
     find_gguf,
     open_tokenizer,
     packaged,
 )
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.results import Finding, Results, claimed, finite, names, provenance, tabulate
+from fulldepth.results import (
+    Finding,
+    Results,
+    claimed,
+    difference_finding,
+    difference_in_words,
+    finite,
+    names,
+    provenance,
+    stacked,
+    tabulate,
+)
 from fulldepth.settings import command_line
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.skip.elimination import LEAST, Difference, compare
 from fulldepth.skip.exports.export import NOTES, load, read_notes
-from fulldepth.skip.fit import make_batches
-from fulldepth.skip.outcome import joined
 from fulldepth.skip.plan import Plan, healed_rows, overlap, row_of
 from fulldepth.skip.problem import read_data
 from fulldepth.subject import Subject, open_checkpoint
@@ -145,15 +151,18 @@ def bench(
             _check_tokenizers(entries, examples, tokenizer if isinstance(data, Examples) else subject.tokenizer)
         positions = max(settings.contexts) + settings.max_new_tokens + 1
         positions = max([positions, *map(len, examples.heldout if examples else ())])
-        models, runs = {entry.label: entry.model for entry in entries}, dict[str, Runs]()
+        models = {entry.label: entry.model for entry in entries}
+        runs: dict[str, Runs] = {}
+        sizes: dict[str, int] = {}
         for label, model in models.items():
-            runs[label] = Runner(model) if isinstance(model, PreTrainedModel) else model
             if isinstance(model, LlamaCpp):
                 stack.enter_context(model.serving(positions, subject.device))
-        measured = Measured(
-            {entry.label: entry.program for entry in entries},
-            {label: model.parameter_bytes if isinstance(model, LlamaCpp) else parameter_bytes(model)
-             for label, model in models.items()})  # fmt: skip
+                runs[label] = model
+                sizes[label] = model.parameter_bytes
+            else:
+                runs[label] = Runner(model)
+                sizes[label] = parameter_bytes(model)
+        measured = Measured({entry.label: entry.program for entry in entries}, sizes)
         if examples is not None:
             measured.losses = heldout_losses(models, examples.heldout, settings.batch_size, watcher)[LOSS]
         cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
@@ -297,126 +306,6 @@ def _check_tokenizers(entries: Sequence[BenchedModel], examples: Examples, token
             )
 
 
-def in_words(gap: Difference, other: str, units: str) -> str:
-    """A difference of losses to another model on a number of `units`, as a part of a sentence."""
-    if not math.isfinite(gap.free_error):
-        few = f"an error takes {FEWEST_CLUSTERS} {units}, these are {gap.documents}"
-        return f"{gap.mean:+.4f} against {other} ({few})"
-    if not gap.measurable:
-        return f"no measurable difference from {other} (at most {abs(gap.mean) + gap.reach:.4f} nats)"
-    error = f"standard error {gap.free_error:.4f}, {gap.documents} {units}"
-    if gap.documents < LEAST:
-        error += f", measurable from {gap.reach / gap.free_error:.1f} standard errors"
-    return f"{gap.mean:+.4f} against {other} ({error})"
-
-
-def gap_finding(gap: Difference, sentence: str, units: str) -> Finding:
-    """A difference of losses on a number of `units` with its error, explained by a sentence."""
-    if math.isfinite(gap.free_error):
-        return Finding(gap.mean, "nats", sentence, standard_error=gap.free_error)
-    return Finding(gap.mean, "nats", sentence, no_standard_error=f"too few {units}")
-
-
-@dataclass(frozen=True)
-class HeldoutLosses:
-    """Summed losses of every model on every sequence."""
-
-    sums: Mapping[str, np.ndarray]
-    """Label -> `[N]` nats; the first is the original."""
-    tokens: np.ndarray
-    """[N] tokens that count."""
-    documents: np.ndarray
-    """[N] the document of each sequence."""
-
-    @property
-    def count(self) -> int:
-        """Tokens that count in all sequences."""
-        return int(self.tokens.sum())
-
-    def mean(self, label: str) -> float:
-        """Nats per token."""
-        return float(self.sums[label].sum()) / self.count
-
-    def of(self, label: str) -> Difference:
-        """Nats per token, with the standard error: the difference from 0."""
-        return compare(self.sums[label], self.tokens, self.documents, len(self.tokens))
-
-    def rows(self, label: str) -> Iterator[tuple[Any, ...]]:
-        """The rows of `loss`: the mean, and the standard error of its difference to the original."""
-        yield "loss", "model", None, None, "mean", self.mean(label), self.count, "nats"
-        added = self.added(label)
-        if label != next(iter(self.sums)) and math.isfinite(added.free_error):
-            yield "loss", "model", None, None, "difference_stderr", added.free_error, added.documents, "nats"
-
-    def added(self, label: str, other: str | None = None) -> Difference:
-        """Loss of a model minus that of another one, on the same tokens; None = the original."""
-        gaps = self.sums[label] - self.sums[other or next(iter(self.sums))]
-        return compare(gaps, self.tokens, self.documents, len(gaps))
-
-
-@torch.no_grad()
-def heldout_losses(
-    models: Mapping[str, PreTrainedModel | LlamaCpp],
-    examples: Sequence[Example],
-    batch_size: int,
-    watcher: Watcher,
-    kinds: Sequence[str] = (LOSS,),
-) -> dict[str, HeldoutLosses]:
-    """Compute the loss of every model on every sequence, by ordinary forward passes, or by llama.cpp.
-
-    Args:
-        models: label -> a causal language model in evaluation mode, or one that llama.cpp serves; all have the same
-            vocabulary.
-        examples: held-out examples.
-        batch_size: sequences per batch; fewer if their logits would take more than about half a GiB.
-        watcher: receives progress after every batch.
-        kinds: `loss`; `kl`, the divergence KL(first model || model); `greedy_agreement`, the number of tokens for which
-            both predict the same next token.
-
-    Returns:
-        Kind -> its sums.
-
-    Raises:
-        FulldepthError: if no token of the examples counts, or a loss is NaN or infinite.
-    """
-    longest = max(map(len, examples), default=1)
-    largest = max(vocabulary(model) for model in models.values())
-    batches = make_batches(examples, min(batch_size, max(1, DEVICE_LOGITS // (longest * largest))))
-    watcher.begin("Held-out loss", len(batches) * len(models))
-    sums: dict[str, dict[str, list[float]]] = {kind: {label: [] for label in models} for kind in kinds}
-    for batch in batches:
-        base: Tensor | None = None
-        for label, model in models.items():
-            if isinstance(model, LlamaCpp):
-                sums[LOSS][label] += batch_sums(model.losses(batch), batch)
-            else:
-                placed = batch.to(device_of(model))
-                logits = model(**placed.inputs, use_cache=False).logits  # [B, T, V]
-                rows = logits[placed.where.to(logits.device)]  # [R, V]
-                rows = (rows.float() if rows.dtype.itemsize < 4 else rows).log_softmax(-1)
-                base = rows if base is None and len(kinds) > 1 else base
-                for kind in kinds:
-                    values = read(kind, rows, placed.targets, None if base is None else base.to(rows.device))
-                    sums[kind][label] += batch_sums(values, placed)
-            watcher.advance(1)
-    if broken := [label for label, values in sums[LOSS].items() if not np.isfinite(values).all()]:
-        raise FulldepthError(f"The held-out loss of {broken[0]} is NaN or infinite.")
-    tokens = np.array([count for batch in batches for count in batch.tokens], dtype=np.float64)
-    documents = np.array([document for batch in batches for document in batch.documents])
-    return {
-        kind: HeldoutLosses({label: np.array(values) for label, values in own.items()}, tokens, documents)
-        for kind, own in sums.items()
-    }
-
-
-def vocabulary(model: PreTrainedModel | LlamaCpp) -> int:
-    """V, size of a model's vocabulary."""
-    if isinstance(model, LlamaCpp):
-        return model.vocab_size
-    embeddings: Any = model.get_input_embeddings()
-    return int(embeddings.weight.shape[0])
-
-
 class Cell(NamedTuple):
     """One point of the grid of times."""
 
@@ -467,7 +356,8 @@ class Measured:
 
     def ratio_text(self, label: str, phase: str) -> str:
         """The time over the baseline's over all cells, as the end of a sentence."""
-        ratio, base = self.ratio(label, phase), self.baseline(label)
+        ratio = self.ratio(label, phase)
+        base = self.baseline(label)
         other = "the original" if base == next(iter(self.programs)) else base
         if not math.isfinite(ratio.low):
             rounds = len(next(iter(self.times.values())))
@@ -498,7 +388,7 @@ class Measured:
                     rows.append(("other_load", "model", None, None, "value", self.other_load[cell], None, "1"))
                 rows += self._ratios(label, cell)
                 tables.append(tabulate(rows, model=label, batch=cell.batch, context=cell.context))
-        return joined(tables, model="str", batch="Int64", context="Int64")
+        return stacked(tables, model="str", batch="Int64", context="Int64")
 
     def _ratios(self, label: str, *cells: Cell) -> Iterator[tuple[Any, ...]]:
         """Times over the baseline's: median over the rounds and the ends of its interval; none on a busy machine."""
@@ -516,8 +406,10 @@ def _document(
 ) -> dict[str, Any]:
     """The entries of `results.json`."""
     first: Any = entries[0].model
-    data, digest = {} if examples is None else examples.meta, model_hash(first)
-    described, warnings = [], []
+    data = {} if examples is None else examples.meta
+    digest = model_hash(first)
+    described = []
+    warnings = []
     for entry in entries:
         plan = entry.plan
         described.append(
@@ -562,8 +454,12 @@ def _about(entry: BenchedModel) -> dict[str, Any]:
     """Name, class, depth, size and type of a model."""
     model = entry.model
     if isinstance(model, LlamaCpp):
-        size, depth = model.header.weights.elements, model.header.entries.get("block_count")
-        return {"name": entry.name, "class": model.header.architecture, "num_layers": depth, "parameters": size}
+        return {
+            "name": entry.name,
+            "class": model.header.architecture,
+            "num_layers": model.header.entries.get("block_count"),
+            "parameters": model.header.weights.elements,
+        }
     layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     return {
         "name": entry.name,
@@ -582,15 +478,18 @@ def _headline(
         yield "times", not_compared
     for entry in entries[1:]:
         label = entry.label
-        cells, baseline = len(measured.cells(label)), measured.baseline(label)
+        cells = len(measured.cells(label))
+        baseline = measured.baseline(label)
         where = f" over {cells} combinations of batch and context" if cells > 1 else ""
         if measured.losses is not None and examples is not None:
-            losses, added, held = measured.losses, measured.losses.added(label), units(examples.meta)
-            loss = f"held-out loss {losses.mean(label):.4f} nats, {in_words(added, entries[0].label, held)}"
+            losses = measured.losses
+            added = losses.added(label)
+            held = units(examples.meta)
+            loss = f"held-out loss {losses.mean(label):.4f} nats, {difference_in_words(added, entries[0].label, held)}"
             sentence = f"{label}: {loss}; {losses.count} tokens."
             if entry.plan and (remark := overlap(Plan.of(entry.plan), examples)):
                 sentence += f" {remark}"
-            yield f"loss_added {label}", gap_finding(added, sentence, held)
+            yield f"loss_added {label}", difference_finding(added, sentence, held)
         for phase in PHASES if not_compared is None and label != baseline else ():
             sentence = f"{label}, {phase} time{where}: {measured.ratio_text(label, phase)}."
             yield f"{phase}_time_ratio {label}", Finding(measured.ratio(label, phase).value, "1", sentence)

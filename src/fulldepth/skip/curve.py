@@ -20,13 +20,12 @@ from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import quantile
 from fulldepth.data.examples import units
 from fulldepth.execution.flops import Variant
-from fulldepth.execution.scoring import BASE
-from fulldepth.results import Finding, Results, finite, provenance, tabulate
+from fulldepth.execution.heldout import HeldoutLosses
+from fulldepth.execution.scoring import BASE, predicted
+from fulldepth.results import Finding, Results, finite, provenance, stacked, tabulate
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import CurveSettings
-from fulldepth.skip.bench import HeldoutLosses
 from fulldepth.skip.elimination import chain
-from fulldepth.skip.outcome import joined
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.problem import SearchProblem, prepared
 from fulldepth.skip.search import check_folder, search_with
@@ -142,24 +141,19 @@ def _read(
             placed = batch.to(scorer.device)
             base = scorer.states(placed, BASE)
             states = (scorer.states(placed, variant) for variant in variants)
-            sums[number] = [scorer.state_sums(state, placed, [*MEASURES], scorer.predicted(base)) for state in states]
+            likeliest = predicted(scorer.classifier, base)
+            sums[number] = [scorer.state_sums(state, placed, [*MEASURES], likeliest) for state in states]
             scorer.plain()
         watcher.advance(len(variants))
     parts = {number: part for share in process.gather(sums) for number, part in share.items()}
-    tokens = np.array([count for batch in batches for count in batch.tokens], dtype=np.float64)
-    documents = np.array([document for batch in batches for document in batch.documents])
-    counts = tokens > 0
-    return {
-        name: HeldoutLosses(
-            {
-                str(removed): np.concatenate([parts[number][removed][name] for number in range(len(batches))])[counts]
-                for removed in range(len(variants))
-            },
-            tokens[counts],
-            documents[counts],
-        )
-        for name in MEASURES
-    }
+    readings = {}
+    for name in MEASURES:
+        by_removed = {
+            str(removed): [value for number in range(len(batches)) for value in parts[number][removed][name]]
+            for removed in range(len(variants))
+        }
+        readings[name] = HeldoutLosses.of_batches(by_removed, batches).counted
+    return readings
 
 
 def _table(plan: Plan, read: Mapping[str, HeldoutLosses], end: Breakpoint) -> pd.DataFrame:
@@ -188,7 +182,7 @@ def _table(plan: Plan, read: Mapping[str, HeldoutLosses], end: Breakpoint) -> pd
             if value is not None
         ]
         tables.append(tabulate(rows, removed=end.blocks))
-    return joined(tables, removed="Int64")
+    return stacked(tables, removed="Int64")
 
 
 def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Finding]:

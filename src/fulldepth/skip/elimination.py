@@ -31,11 +31,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from fulldepth.core.uncertainty import SIGNIFICANT, quantile, ratio_error
+from fulldepth.core.uncertainty import FEWEST_DOCUMENTS, Difference, mean_difference, quantile
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE, LOSS, SCALED
 from fulldepth.skip.goal import REACHED, Goal
@@ -43,50 +43,12 @@ from fulldepth.skip.loss_cache import LossCache
 from fulldepth.skip.plan import name_of
 
 BUDGET = "budget"
-LEAST = 8
-"""Fewest documents before a candidate may be dropped, or a pick called sure."""
 RARE = 0.02
 """q, the largest share of rare sequences that is allowed for."""
 EXCHANGES = 8
 """Exchanges that are scored in one pass."""
 HEAVY = 1.2
 """Least nats by which a rare sequence may be worse, divided by log(1 / risk)."""
-
-
-class Difference(NamedTuple):
-    """Difference of the mean losses of two candidates."""
-
-    mean: float
-    """In nats per token."""
-    error: float
-    """Standard error as an estimate for all held-out data; 0 once all were seen."""
-    free_error: float
-    """Standard error as an estimate for any such data."""
-    sequences: int
-    documents: int
-    """Number of documents of these sequences."""
-    largest: float
-    """Largest departure of a document's summed difference from `mean`, in nats."""
-
-    @property
-    def reach(self) -> float:
-        """Half of the 95 % interval for any such data; infinite if the error is not known.
-
-        2 standard errors, or for fewer than `LEAST` documents by Student's t.
-        """
-        if math.isinf(self.free_error):
-            return math.inf
-        return self.free_error * (SIGNIFICANT if self.documents >= LEAST else quantile(self.documents))
-
-    @property
-    def in_errors(self) -> float:
-        """The difference in standard errors."""
-        return self.mean / self.free_error if self.free_error else math.copysign(math.inf, self.mean)
-
-    @property
-    def measurable(self) -> bool:
-        """True if the difference is beyond its error."""
-        return abs(self.mean) > self.reach
 
 
 @dataclass(frozen=True)
@@ -115,7 +77,7 @@ class Round:
     when the time of the round was spent."""
     sure: bool
     """Whether the pick has the lowest mean loss over all data of this kind, not only the held-out ones, at the
-    confidence of the search; False if the budget decided, or for fewer than `LEAST` documents."""
+    confidence of the search; False if the budget decided, or for fewer than `FEWEST_DOCUMENTS` documents."""
     closest: int | str | None
     """The second-best candidate, in standard errors; None if there was no other."""
     margin: float | None
@@ -145,29 +107,7 @@ def difference(loss_cache: LossCache, contest: Contest, worse: Variant, better: 
     gap = scale * loss_cache.rows(worse, chunks) - loss_cache.rows(better, chunks)
     if scale != 1:
         gap += (1 - scale) * loss_cache.rows(contest.before, chunks)
-    return compare(gap, loss_cache.counts(chunks), loss_cache.owners(chunks), loss_cache.sequences)
-
-
-def compare(gap: np.ndarray, tokens: np.ndarray, documents: np.ndarray, population: int) -> Difference:
-    """The ratio estimator of this module's docstring.
-
-    Args:
-        gap: `[m]` differences of the summed losses of each sequence, in nats.
-        tokens: `[m]` tokens that count.
-        documents: `[m]` integer label of each sequence's document.
-        population: N, the number of held-out sequences.
-    """
-    _, at = np.unique(documents, return_inverse=True)
-    sums = np.bincount(at, gap)
-    weights = np.bincount(at, tokens)
-    total = float(tokens.sum())
-    count = len(gap)
-    groups = int((weights > 0).sum())
-    spread = float(ratio_error(sums, weights)) if total else math.nan
-    spread = math.inf if math.isnan(spread) else spread
-    error = spread * math.sqrt(1 - count / population) if count < population else 0.0
-    rate = float(gap.sum()) / total if total else 0.0
-    return Difference(rate, error, spread, count, groups, float(np.abs(sums - rate * weights).max(initial=0.0)))
+    return mean_difference(gap, loss_cache.counts(chunks), loss_cache.owners(chunks), loss_cache.sequences)
 
 
 def is_worse(gap: Difference, risk: float, least: float, *, any_data: bool = False) -> bool:
@@ -179,7 +119,7 @@ def is_worse(gap: Difference, risk: float, least: float, *, any_data: bool = Fal
         least: nats per token that the difference must exceed besides its error.
         any_data: test for any data of this kind, not only for all held-out sequences.
     """
-    if gap.documents < LEAST:
+    if gap.documents < FEWEST_DOCUMENTS:
         return False
     error = gap.free_error if any_data else gap.error
     return gap.mean > least + error * quantile(gap.documents, 1 - risk)
@@ -251,7 +191,7 @@ def race(
 
     A candidate is dropped when it is worse than the best so far, by more than the reserve, at an error probability of
     `(1 - confidence) / (candidates x tests)`, where `tests` counts the chunks after which one can be dropped: at least
-    `LEAST` documents were read, and not all data.
+    `FEWEST_DOCUMENTS` documents were read, and not all data.
 
     Args:
         loss_cache: computes losses of its criterion.
@@ -424,7 +364,7 @@ def chain(picks: Sequence[Variant]) -> list[Variant]:
 
 
 def num_tests(documents: Sequence[Sequence[int]]) -> int:
-    """Number of chunks, the last one left out, after which at least `LEAST` documents were read."""
+    """Number of chunks, the last one left out, after which at least `FEWEST_DOCUMENTS` documents were read."""
     seen: set[int] = set()
     counts = [len(seen := seen.union(chunk)) for chunk in documents[:-1]]
-    return sum(count >= LEAST for count in counts)
+    return sum(count >= FEWEST_DOCUMENTS for count in counts)

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
-from fulldepth.data.batches import Example, grouped, padded_batch
+from fulldepth.data.batches import Example
 from fulldepth.execution.flops import Variant
-from fulldepth.execution.scoring import LOSS, ScoredBatch, Scorer
+from fulldepth.execution.scoring import LOSS, ScoredBatch, Scorer, make_batches
 from fulldepth.execution.verify import prove
 from fulldepth.hf import Anatomy, evaluating, frozen
 from fulldepth.hf.scalars import Block, Scalars, blocks_of
@@ -186,16 +186,3 @@ def fit(
     if heldout:
         result.heldout_loss = result.losses[result.epoch]
     return result
-
-
-def make_batches(examples: Sequence[Example], batch_size: int) -> list[ScoredBatch]:
-    """Batches of examples, the longest first.
-
-    Raises:
-        FulldepthError: if no token of the examples is predicted.
-    """
-    groups = grouped(examples, batch_size)
-    scored = [ScoredBatch.of(padded_batch(group, 0), [example.document for example in group]) for group in groups]
-    if not any(len(batch.targets) for batch in scored):
-        raise FulldepthError("The data are empty: no token counts.")
-    return scored

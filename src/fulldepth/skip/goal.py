@@ -139,7 +139,8 @@ def goal_of(
             if target == "target_speedup"
             else f"{1 - largest_gain:.2f}"
         )
-        raise loss_cache.refused(
+        loss_cache.discard()
+        raise FulldepthError(
             f"{settings.option(target)} {stated:g} is out of reach: without any of its {len(gains)} candidates the "
             f"model would be at {reach}. Set a nearer target, another granularity, or keep fewer layers."
         )

@@ -28,14 +28,21 @@ from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS
 from fulldepth.hf import load_tokenizer, open_model
 from fulldepth.hf.checkpoint_folder import folder_to_be
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.results import Finding, Results, finite, provenance, tabulate
+from fulldepth.results import (
+    Finding,
+    Results,
+    difference_finding,
+    difference_in_words,
+    finite,
+    provenance,
+    stacked,
+    tabulate,
+)
 from fulldepth.settings.heal import HealSettings
-from fulldepth.skip.bench import gap_finding, in_words
 from fulldepth.skip.exports.export import NOTES, card_of, export, read_notes
 from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.exports.formats import FORMATS
 from fulldepth.skip.least_squares import Healing, format_for
-from fulldepth.skip.outcome import joined
 from fulldepth.skip.plan import HEALED, UNHEALED, Plan, in_sample, rows_of
 from fulldepth.subject import open_checkpoint
 
@@ -225,7 +232,7 @@ def outcome(healing: Healing, plan: Plan) -> Results:
         "warnings": warnings,
         "headline": dict(headline(healing)),
     }
-    return Results(joined(tables, model="str"), dict(finite(document)))
+    return Results(stacked(tables, model="str"), dict(finite(document)))
 
 
 def headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
@@ -236,20 +243,19 @@ def headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
     other_text = f" Measured on {text_of(healing)}: the loss on other text is unknown."
     if "trained" in labels:
         net = losses.added("trained", "control")
-        sentence = (
-            f"Net cost of removal: {in_words(net, 'the control, the original trained on the same tokens', held)}."
-        )
-        yield "net_cost", gap_finding(net, sentence + other_text, held)
+        cost = difference_in_words(net, "the control, the original trained on the same tokens", held)
+        sentence = f"Net cost of removal: {cost}."
+        yield "net_cost", difference_finding(net, sentence + other_text, held)
         other_text = ""
     for label in sorted(labels, key=lambda own: own != last):
         added = losses.added(label)
         kl, agreement = (healing.readings[kind].mean(label) for kind in (DIVERGENCE, AGREEMENT))
         sentence = (
             f"{NAMES[label][0].upper()}{NAMES[label][1:]}: held-out loss {losses.mean(label):.4f} nats, "
-            f"{in_words(added, 'the original', held)}; divergence from it {kl:.4f} nats, the same most likely token in "
-            f"{agreement:.1%} of {losses.count} tokens.{other_text * (label == last)}"
+            f"{difference_in_words(added, 'the original', held)}; divergence from it {kl:.4f} nats, the same most "
+            f"likely token in {agreement:.1%} of {losses.count} tokens.{other_text * (label == last)}"
         )
-        yield f"loss_added {label}", gap_finding(added, sentence, held)
+        yield f"loss_added {label}", difference_finding(added, sentence, held)
     change = losses.added(last, "removed")
-    sentence = f"Healing, in held-out loss: {in_words(change, 'the model without it', held)}."
-    yield "healing", gap_finding(change, sentence, held)
+    sentence = f"Healing, in held-out loss: {difference_in_words(change, 'the model without it', held)}."
+    yield "healing", difference_finding(change, sentence, held)

@@ -36,8 +36,9 @@ from fulldepth.core.progress import Watcher
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples, units
 from fulldepth.execution import find_anatomy
+from fulldepth.execution.heldout import HeldoutLosses, heldout_losses
 from fulldepth.execution.layer_runner import LayerRunner
-from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS, ScoredBatch
+from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS, ScoredBatch, make_batches
 from fulldepth.execution.verify import prove
 from fulldepth.hf import (
     Anatomy,
@@ -54,12 +55,10 @@ from fulldepth.settings import layer as layered
 from fulldepth.settings.heal import HealSettings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import PLACES, ExportSettings, HeldoutSettings
-from fulldepth.skip.bench import HeldoutLosses, heldout_losses
 from fulldepth.skip.exports.export import rehearse
 from fulldepth.skip.exports.fold import fold, probes
 from fulldepth.skip.exports.formats import FORMATS, check_format, known_format
 from fulldepth.skip.exports.formats.gguf import Gguf
-from fulldepth.skip.fit import make_batches
 from fulldepth.skip.plan import UNHEALED, Plan, decided, listed_rows, row_of
 from fulldepth.skip.problem import read_data
 from fulldepth.subject import Subject, chosen_tokenizer

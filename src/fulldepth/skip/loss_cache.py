@@ -203,14 +203,9 @@ class LossCache:
         return [self._tasks[name] for name in names]
 
     def discard(self) -> None:
-        """Remove the progress file, which nothing will go on from."""
+        """Remove the progress file: the search has ended, with a plan or because there is none."""
         if self.path is not None and self.process.is_main:
             self.path.unlink(missing_ok=True)
-
-    def refused(self, reason: str) -> FulldepthError:
-        """The error for a search that has no plan; another one may use the folder."""
-        self.discard()
-        return FulldepthError(reason)
 
     def begin(self, title: str, total: int) -> None:
         """Start a step of the search of at most `total` passes over a batch."""

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import pandas as pd
-
 from fulldepth.core.thresholds import BUSY
-from fulldepth.core.uncertainty import SIGNIFICANT
+from fulldepth.core.uncertainty import FEWEST_DOCUMENTS, SIGNIFICANT
 from fulldepth.data.examples import units
-from fulldepth.results import COLUMNS, Finding, Results, finite, provenance, tabulate
-from fulldepth.skip.elimination import LEAST
+from fulldepth.results import Finding, Results, finite, provenance, stacked, tabulate
 from fulldepth.skip.goal import REACHED
 from fulldepth.skip.plan import Plan, in_sample
 from fulldepth.skip.problem import SearchProblem
@@ -68,7 +64,7 @@ def outcome(
             why, verb, options = "write", "apply", ["--format", "folded", "--output", "folded/"]
         command = shlex.join(["skip", verb, str(folder), plan.model.name, *options])
         document["next"] = {"why": f"{why} a checkpoint:", "command": f"fulldepth {command}"}
-    return Results(joined(tables, removed="Int64", state="str"), dict(finite(document)))
+    return Results(stacked(tables, removed="Int64", state="str"), dict(finite(document)))
 
 
 def headline(plan: Plan, depth: int) -> dict[str, Finding]:
@@ -153,16 +149,10 @@ def more_data(plan: Plan) -> Finding | None:
     needed = median(enough)
     if math.isfinite(needed):
         digits = 10 ** max(0, math.floor(math.log10(max(needed, 1))) - 1)
-        least = max(LEAST, digits * math.ceil(needed / digits))
+        least = max(FEWEST_DOCUMENTS, digits * math.ceil(needed / digits))
         fifth = str(about.get("name", "")).startswith("a seeded fifth")
         total = f" (`--max-sequences {FIFTH * least}`)" if fifth else ""
         sentence += f" Use at least {least:,} {rows}{total}, which would tell them apart in half of these rounds."
     else:
-        sentence += f" Use more {rows}, at least {LEAST} {units(plan.data)}."
+        sentence += f" Use more {rows}, at least {FEWEST_DOCUMENTS} {units(plan.data)}."
     return Finding(count - len(unsure), "rounds", sentence)
-
-
-def joined(tables: Sequence[pd.DataFrame], **types: str) -> pd.DataFrame:
-    """Concatenated tables: the tidy columns, then further ones of these types, in this order."""
-    table = pd.concat([part.astype(types) for part in tables if len(part)], ignore_index=True)
-    return table[[*COLUMNS, *types]]

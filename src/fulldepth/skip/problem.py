@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from fulldepth.core.distributed import Processes
 from fulldepth.core.errors import FulldepthError
 from fulldepth.data.examples import Examples, read_examples
-from fulldepth.execution.scoring import SCALED, ScoredBatch, Scorer
+from fulldepth.execution.scoring import SCALED, ScoredBatch, Scorer, make_batches
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.settings.search import PLACES, CurveSettings, HeldoutSettings, SearchSettings
-from fulldepth.skip.fit import check_fit, make_batches
+from fulldepth.skip.fit import check_fit
 from fulldepth.skip.loss_cache import Chunk
 from fulldepth.skip.plan import picks_of
 from fulldepth.subject import Subject

@@ -12,6 +12,7 @@ import torch
 from pydantic import Field, FiniteFloat
 from torch.nn import functional
 
+from fulldepth.core.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE, Scorer
@@ -109,7 +110,8 @@ def _closest_run(loss_cache: LossCache, goal: Goal) -> list[Block]:
                     runs.append(run)
                 break
     if not runs:
-        raise loss_cache.refused(
+        loss_cache.discard()
+        raise FulldepthError(
             "No run of neighbouring layers reaches the target. Give `groups` a nearer one, in blocks, time or bytes."
         )
     angles = _summed(loss_cache, "groups", partial(influence, runs=runs, angles=True), len(runs))

@@ -180,7 +180,8 @@ def search_with(
         picks = rank(loss_cache, settings.search, goal, seed=settings.seed, given=settings.given)
     if not picks:
         limit = "" if settings.max_loss is None else f" within {settings.max_loss:g} nats"
-        raise loss_cache.refused(f"No block can be removed{limit}.")
+        loss_cache.discard()
+        raise FulldepthError(f"No block can be removed{limit}.")
     removed = chain(picks)[-1]
     if settings.target != "max_loss" and goal.left(removed):
         watcher.say(f"The search ended at {goal.progress(removed)}: no candidate is left.")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.core.errors import FulldepthError, unknown
+from fulldepth.execution.predictions import widened
 
 RULES = ("confidence", "margin", "entropy", "patience")
 AUTO = "auto"
@@ -64,7 +65,7 @@ def certainty(logits: Tensor, rule: str) -> Tensor:
     - `margin`: largest minus second largest probability (Schuster et al. 2022, CALM);
     - `entropy`: `1 - H / ln V`, with the entropy H in nats.
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = widened(logits)
     if rule == "entropy":
         logs = logits.log_softmax(-1)
         entropy = -(logs.exp() * logs).nan_to_num(0.0).sum(-1)  # 0 * -inf = nan where a probability is 0
