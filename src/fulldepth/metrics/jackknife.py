@@ -22,7 +22,7 @@ def ratio_influence(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def jackknife_influence(without: Tensor) -> Tensor:
-    """`[G, ...]` float64: influences on an estimate, from those without each group, `[G, ...]`."""
+    """`[G, ...]` float64: influences on an estimate, from the estimates without each group, `[G, ...]`."""
     return torch.from_numpy(uncertainty.jackknife_influence(without.double().cpu().numpy()))
 
 
@@ -71,7 +71,7 @@ class Mean:
     value: float
     error: float | None
     groups: int = 0
-    """Groups of clusters."""
+    """Number of groups of clusters."""
     samples: int = 0
 
     @property
@@ -83,10 +83,10 @@ class Mean:
 
     @classmethod
     def of(cls, values: Tensor, cluster: Tensor) -> Mean:
-        """The mean of `values: [N]`.
+        """Return the mean of `values: [N]`.
 
         Args:
-            values: of each sample.
+            values: the number of each sample.
             cluster: `[N]` int64 identity of each sample's unit of independence (see `fulldepth.core.uncertainty`).
         """
         group = torch.from_numpy(uncertainty.deal(cluster.cpu().numpy()))  # [N]
