@@ -21,7 +21,7 @@ def _register(config: Any, model: Any, causal_lm: Any) -> None:
 _register(DepthLlamaConfig, DepthLlamaModel, DepthLlamaForCausalLM)
 for _model in SKIPPED.values():
     _register(_model.config_class, _model.model_class, _model)  # type: ignore[attr-defined]
-# Not registered here: other checkpoints of this type carry code for more variations than this project's.
+# DeciLM is not registered here, because other checkpoints of its type carry code for more variations.
 DeciLMConfig.register_for_auto_class()
 DeciLMForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 
