@@ -61,8 +61,8 @@ class Anatomy:
     model: PreTrainedModel
     family: Family
     order: tuple[int, ...] = ()
-    """For shared blocks: the 0-based index of each layer's block in the list of blocks. Empty if every block runs once,
-    in order."""
+    """0-based index of each layer's block in the list of blocks, for shared blocks. Empty if every block runs once, in
+    order."""
 
     @property
     def task(self) -> str:
@@ -115,11 +115,14 @@ class Anatomy:
     @property
     def width(self) -> int:
         """D, channels of the residual stream."""
-        for name in ("hidden_size", "d_model", "n_embd", "dim"):
+        names = ("hidden_size", "d_model", "n_embd", "dim")
+        for name in names:
             if isinstance(width := getattr(self.config, name, None), int):
                 return width
-        kind = type(self.model).__name__
-        raise FulldepthError(f"The configuration of {kind} does not say the width of its residual stream.")
+        raise FulldepthError(
+            f"The configuration of {type(self.model).__name__} does not state the width of its residual stream; "
+            f"expected one of {', '.join(names)}."
+        )
 
     def part(self, layer: int, role: str) -> nn.Module | None:
         """The module with a role (a field of `Family`) in a 1-based layer; None where the family has none there.
@@ -196,7 +199,7 @@ class Anatomy:
         """Apply the final norm to residual states `[..., D]`; a model without one returns them unchanged.
 
         Args:
-            states: of any layer.
+            states: states of any layer.
             norm: function to call in place of the final norm's module.
         """
         states = self.normalise_once(states, norm)
@@ -388,7 +391,7 @@ def _described(anatomy: Anatomy) -> Anatomy:
         try:
             module = None if path is None else start.get_submodule(path)
         except AttributeError as error:
-            raise FulldepthError(f"anatomy.{name}={path} leads nowhere in {kind}: {error}.") from error
+            raise FulldepthError(f"anatomy.{name}={path} names no module of {kind}: {error}.") from error
         if name == "blocks" and not isinstance(module, nn.ModuleList):
             raise FulldepthError(
                 f"anatomy.blocks={path} is a {type(module).__name__}; expected a ModuleList of blocks."

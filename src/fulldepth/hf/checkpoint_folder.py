@@ -50,7 +50,7 @@ def check_target(target: Path, suffix: str | None = None) -> None:
         FulldepthError: if `target` exists, or ends otherwise.
     """
     if suffix is not None and target.suffix != suffix:
-        raise FulldepthError(f"This export is one file: name it with {suffix} at the end, not {target}.")
+        raise FulldepthError(f"This export is one file, whose name must end with {suffix}; got {target}.")
     if target.exists() or target.is_symlink():
         raise FulldepthError(f"{target} exists already; an export is never written over anything. Choose another name.")
 
@@ -129,7 +129,7 @@ def trial(target: Path) -> Iterator[Path]:
             yield place
         except FulldepthError as error:
             words = str(error).replace(str(place), str(target))
-            raise FulldepthError(f"{words} (Tried with a few of the layers, before the work.)") from error
+            raise FulldepthError(f"{words} (This was a trial with a few layers, before the work.)") from error
         raise _TriedError
 
 

@@ -160,7 +160,7 @@ def add_exit_heads(anatomy: Anatomy, seed: int = 0) -> None:
 
     Args:
         anatomy: the model.
-        seed: of the weights, normal with the standard deviation `initializer_range` of the configuration.
+        seed: seed of the weights, which are normal with the configuration's `initializer_range` as standard deviation.
 
     Raises:
         FulldepthError: as `output_layer`; or if the model has one layer, or exit heads.
@@ -168,15 +168,17 @@ def add_exit_heads(anatomy: Anatomy, seed: int = 0) -> None:
     _, _, output = output_layer(anatomy)
     if has_exit_heads(anatomy.model):
         raise FulldepthError(f"This {type(anatomy.model).__name__} has exit heads already.")
-    std = getattr(anatomy.config, "initializer_range", None)
+    stated = getattr(anatomy.config, "initializer_range", None)
+    std = stated if isinstance(stated, float) else 0.02
     generator = torch.Generator().manual_seed(seed)
     shape = output.out_features, output.in_features
-    weights = {
-        f"{HEADS}.{layer}.weight": torch.empty(shape, device="meta")
-        if output.weight.is_meta
-        else torch.randn(shape, generator=generator, device="cpu") * (std if isinstance(std, float) else 0.02)
-        for layer in range(1, anatomy.num_layers)
-    }
+    weights = {}
+    for layer in range(1, anatomy.num_layers):
+        if output.weight.is_meta:
+            weight = torch.empty(shape, device="meta")
+        else:
+            weight = torch.randn(shape, generator=generator, device="cpu") * std
+        weights[f"{HEADS}.{layer}.weight"] = weight
     _attach(anatomy.model, weights, output.weight.device, output.weight.dtype)
     for weight in exit_weights(anatomy.model):
         weight.requires_grad_(output.weight.requires_grad)

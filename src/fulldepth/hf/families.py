@@ -123,10 +123,10 @@ class Family:
     """Module that mixes the residual streams before attention (Hyper-Connections), from the block. Blocks that have it
     hold several streams, `[B, T, n, D]`; measures and the final norm read their sum."""
     mlp_connection: str | None = None
-    """The same before the MLP."""
+    """Module that mixes the residual streams before the MLP."""
     calls: str | None = None
-    """For blocks that are shared between layers: attribute of the configuration with the number of layers L; call i of
-    L (from 0) runs block `i * blocks // L`."""
+    """Attribute of the configuration with the number of layers L, for blocks that layers share. Call i of L (from 0)
+    runs block `i * blocks // L`."""
     sequence_first: bool = False
     """True if blocks work on `[T, B, D]`."""
     sparse: bool = False
@@ -134,7 +134,7 @@ class Family:
     body: str | None = None
     """Path from the model to the body; None = the model's own base model."""
     tower: Tower | None = None
-    """For models of two towers or stacks: the one that this row describes. A decoder runs with the whole model."""
+    """Tower or stack that this row describes, for models with two. A decoder runs with the whole model."""
     projection: str | None = None
     """Module that maps the pooled state, after the final norm, to the space that both towers share, from the model."""
     modality: Modality = "text"

@@ -154,10 +154,13 @@ def check_config(where: str, revision: str | None = None) -> dict[str, Any]:
     check_numbers(path, config)
     for key, value in _scalars(config):
         if key.endswith("_implementation") and isinstance(value, str) and set(value) & set("/:@"):
-            raise FulldepthError(f"{path}: {one_line(key, 100)} names an external kernel, {one_line(value, 100)!r}.")
+            raise FulldepthError(
+                f"{path}: {one_line(key, 100)} names an external kernel, {one_line(value, 100)!r}, which would be "
+                "downloaded and run. Remove the entry."
+            )
     for name in ("transformers_weights", "fusion_config"):
         if config.get(name) is not None:
-            raise FulldepthError(f"{path} has the entry {name!r}, which fulldepth does not follow. Remove it.")
+            raise FulldepthError(f"{path} has the entry {name!r}, which fulldepth does not support. Remove it.")
     return config
 
 
@@ -227,7 +230,7 @@ def check_stored_types(where: str, weights: Weights, model: PreTrainedModel, une
 
     Args:
         where: the checkpoint.
-        weights: from `check_model_files`.
+        weights: the summary from `check_model_files`.
         model: the loaded model, not quantised.
         unexpected: names of stored tensors that the model does not use.
 
@@ -424,7 +427,7 @@ def available_memory(device: torch.device) -> int:
         return free
 
 
-def check_memory(where: str, weights: Weights, dtype: torch.dtype | str, device: torch.device) -> None:
+def check_free_memory(where: str, weights: Weights, dtype: torch.dtype | str, device: torch.device) -> None:
     """Refuse a checkpoint whose weights exceed the free memory, before any weight is read.
 
     Args:

@@ -38,7 +38,7 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
     branch. Final norm and head are found by following the tensors of a pass (`fulldepth.execution.stream`).
 
     Args:
-        model: of a family that is not in the table.
+        model: a model of a family that is not in the table.
         tower: `text` or `vision`, to search only the model's `text_model` or `vision_model`.
 
     Raises:
@@ -52,8 +52,10 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
         body: nn.Module = body_of(model)
         fields["modality"] = "images" if model.main_input_name == "pixel_values" else "text"
     else:
-        if tower not in (*towers(model), *stacks(model)):
-            raise FulldepthError(f"{name} has no {tower} beside another tower or stack.")
+        parts = [*towers(model), *stacks(model)]
+        if tower not in parts:
+            advice = f"choose {' or '.join(parts)}" if parts else "it has a single stack, so leave tower out"
+            raise FulldepthError(f"{name} has no tower {tower}; {advice}.")
         body = _stack(model, tower) if tower in STACKS else model.get_submodule(f"{tower}_model")
         path = next(path for path, module in model.named_modules() if module is body)
         fields |= {"body": path, "tower": tower, "heads": None if tower == "decoder" else {}}
@@ -88,8 +90,8 @@ def unwrapped(model: Any) -> PreTrainedModel:
         prompts = sorted(str(config.peft_type) for config in adapters.values() if config.is_prompt_learning)
         if prompts:
             raise FulldepthError(
-                f"The adapter {', '.join(prompts).removeprefix('PeftType.')} puts positions before the sequence that "
-                "no mask and no label covers; use one that changes the layers, as LoRA does."
+                f"The adapter {', '.join(prompts).removeprefix('PeftType.')} adds positions before the sequence that "
+                "no mask and no label covers; use an adapter that changes the layers, such as LoRA."
             )
         model = model.base_model.model  # PeftModel and PeftMixedModel
     if not isinstance(model, PreTrainedModel):
@@ -130,8 +132,9 @@ def refuse_other_inputs(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False) and name.endswith("ForSequenceClassification"):
         raise FulldepthError(
-            f"{name} is an encoder-decoder that classifies: both stacks read the text, and the head reads the decoder's "
-            "last state, so neither stack is the classifier. Choose the tower encoder to read that stack alone."
+            f"{name} is an encoder-decoder that classifies: both stacks read the text, and the head reads the "
+            "decoder's last state, so neither stack is the classifier. Choose the tower encoder to read that stack "
+            "alone."
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise FulldepthError(

@@ -52,7 +52,8 @@ SCALES = {
     "attention.clamp_kqv": "clip_qkv",
     "expert_weights_scale": "routed_scaling_factor",
 }
-"""The same for keys that change a model's outputs; where the option is missing, the file is refused."""
+"""Metadata key -> equivalent option, for keys that change a model's outputs. If a configuration lacks the option, the
+file is refused."""
 SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
 """(architecture, number of layers) of the 27B models. Their attention is scaled by hidden size / number of heads, which
 no entry states."""
@@ -119,6 +120,7 @@ def read_header(path: Path) -> Header:
 
 @lru_cache(maxsize=4)
 def _read(path: Path, size: int, mtime: int) -> Header:
+    """Read a header; size and time of change are part of the cache's key."""
     with reading(path), path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
         return _Reader(path, data).header()
 
@@ -132,6 +134,7 @@ class _Reader:
         self.position = 0
 
     def header(self) -> Header:
+        """Read magic, version, metadata and the tensor table."""
         magic = self._bytes(4)
         (version,) = self._numbers("I")
         if magic != b"GGUF" or version not in (2, 3):
@@ -186,6 +189,7 @@ class _Reader:
                 )
 
     def _bytes(self, count: int) -> bytes:
+        """Read this many bytes; refuse to read past the end."""
         if count > len(self.data) - self.position:
             raise FulldepthError(
                 f"{self.path} is damaged or cut short: it states that {count:,} bytes follow byte {self.position:,}, "
@@ -195,13 +199,16 @@ class _Reader:
         return self.data[self.position - count : self.position]
 
     def _numbers(self, form: str, count: int = 1) -> tuple[Any, ...]:
+        """Read numbers of one `struct` format, little-endian."""
         form = f"<{count}{form}"
         return struct.unpack(form, self._bytes(struct.calcsize(form)))
 
     def _string(self) -> bytes:
+        """Read a string: its length, then its bytes."""
         return self._bytes(*self._numbers("Q"))
 
     def _value(self, kind: int) -> Any:
+        """Read a metadata value of a type."""
         if kind in SCALARS:
             return self._numbers(SCALARS[kind])[0]
         if kind == STRING:
@@ -289,6 +296,7 @@ def packaged(name: str) -> str:
 
 
 def _only_one(name: str, paths: Iterable[Path]) -> Path | None:
+    """Return the only path; None if there is none. Refuse several."""
     candidates = sorted(paths)
     if len(candidates) > 1:
         raise FulldepthError(f"{name} holds several models; name one of them: {names_of(p.name for p in candidates)}.")
@@ -311,12 +319,13 @@ def load_gguf_config(path: Path) -> Any:
 
 @lru_cache(maxsize=4)
 def _config(path: Path, size: int, mtime: int) -> Any:
+    """Make the configuration; size and time of change are part of the cache's key."""
     header = read_header(path)
     check_numbers(path, header.entries)
     if header.architecture == "deci":
         raise FulldepthError(
             f"{path} has layers without attention or MLP (llama.cpp's architecture deci), which transformers does not "
-            "read. llama.cpp and `fulldepth skip bench` run it; elsewhere give the same model as a folder."
+            "read. llama.cpp and `fulldepth skip bench` run it; for other commands, name the folder of the same model."
         )
     with _without_absent_ids(path) as source:
         config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
@@ -379,9 +388,9 @@ def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tup
 
     Args:
         path: the file.
-        config: from `load_gguf_config`.
+        config: the configuration from `load_gguf_config`.
         loader: the model's class.
-        **options: of `from_pretrained`.
+        **options: keywords of `from_pretrained`.
 
     Raises:
         FulldepthError: if the file holds scaled rotary frequencies, or weights that the model does not use.

@@ -58,6 +58,8 @@ class GatheredModule:
 
 
 class _WithoutHooks(nn.Module):
+    """Wrapper whose call runs a module's forward pass without the module's hooks."""
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -109,8 +111,12 @@ class Classifier:
         self.softcap = getattr(config, "final_logit_softcapping", None) if self.head.capped else None
         multiplier = getattr(config, "logit_scale", None)
         divisor = getattr(config, "logits_scaling", None)
-        scale = float(multiplier) if multiplier is not None else 1 / float(divisor) if divisor else 1.0
-        self.scale = scale if self.head.scale is None else self.head.scale
+        if self.head.scale is not None:
+            self.scale = self.head.scale
+        elif multiplier is not None:
+            self.scale = float(multiplier)
+        else:
+            self.scale = 1 / float(divisor) if divisor else 1.0
         if self.head.scaled_if is not None and getattr(config, self.head.scaled_if, False):
             self.scale *= float(config.d_model) ** -0.5
         if not self.per_token:  # scale and soft cap belong to language heads only
@@ -132,6 +138,7 @@ class Classifier:
         return self._with(exits={})
 
     def _with(self, **changes: Any) -> Self:
+        """Return a copy with other attributes."""
         changed = copy.copy(self)
         vars(changed).update(changes)
         return changed
@@ -194,9 +201,11 @@ class Classifier:
         return self._before_last(self._normed(states))
 
     def _normed(self, states: Tensor) -> Tensor:
+        """Apply the final norm if the head reads normed states."""
         return self.anatomy.normalise(states, self.norm) if self.head.normed else states
 
     def _before_last(self, states: Tensor) -> Tensor:
+        """Apply all modules of the head but the last."""
         for module in self.modules[:-1]:
             states = module(states)
         return states
@@ -258,8 +267,8 @@ def pool(states: Tensor, attention_mask: Tensor | None, way: Pool, leading: int 
     Args:
         states: after the final norm, if the head has one.
         attention_mask: `[B, T]`, 0 = padding; None = no padding.
-        way: as in `Head.pool`.
-        leading: as in `Head.leading`.
+        way: the pooling, a value of `Head.pool`.
+        leading: number of positions before the first patch, see `Head.leading`.
     """
     if way == "first":
         return states[:, 0]

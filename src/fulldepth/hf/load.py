@@ -34,7 +34,7 @@ from fulldepth.hf.file_checks import (
     PROCESSOR_FILES,
     bounded_construction,
     check_config,
-    check_memory,
+    check_free_memory,
     check_model_files,
     check_processor_files,
     check_stored_types,
@@ -186,7 +186,7 @@ def load_checkpoint(
     weights = check_model_files(where, revision) if gguf is None else read_header(gguf).weights
     if target is not None and getattr(config, "quantization_config", None) is None:
         stated_dtype = getattr(config, "dtype", None) or "auto"  # `auto` loads the dtype of the configuration
-        check_memory(where, weights, stated_dtype if options["dtype"] == "auto" else options["dtype"], target)
+        check_free_memory(where, weights, stated_dtype if options["dtype"] == "auto" else options["dtype"], target)
     model: Any
     with _plain_errors(where):
         loader = model_class or _model_class(where, config, trust_remote_code)
@@ -286,7 +286,9 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
         special = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}  # damaged files may load and fail here
     for name, number in special.items():
         if number is not None and not isinstance(number, int):
-            raise FulldepthError(f"Cannot load a tokenizer from {where}: {name} is {one_line(repr(number), 60)}.")
+            raise FulldepthError(
+                f"Cannot load a tokenizer from {where}: {name} is {one_line(repr(number), 60)}, not a whole number."
+            )
     return tokenizer
 
 
@@ -347,7 +349,7 @@ def _check_folder(where: str) -> None:
     if not (folder / "config.json").is_file():
         refuse_adapter(where)
         holds = ", ".join(files[:8]) or "nothing"
-        raise FulldepthError(f"{where} has no config.json, so it is no checkpoint; it holds {holds}.")
+        raise FulldepthError(f"{where} has no config.json, so it is not a checkpoint; it holds {holds}.")
     if not any(name.endswith(".safetensors") for name in files):
         pickles = [name for name in files if name.endswith(PICKLES)]
         content = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "no weights at all"

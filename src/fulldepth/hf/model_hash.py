@@ -26,7 +26,7 @@ def model_hash(model: nn.Module) -> str:
     frequencies) do not matter. Offloaded weights are read one at a time.
 
     Args:
-        model: as loaded; while blocks are skipped in place its names differ.
+        model: a loaded model; while blocks are skipped in place its names differ.
 
     Raises:
         FulldepthError: if weights are on no device (`meta`) and offloaded nowhere.

@@ -90,7 +90,7 @@ def loaded_weight(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """Return a parameter or buffer of a model, read from memory or disk if it is offloaded.
 
     Args:
-        model: as loaded, possibly with a device map.
+        model: a loaded model, possibly with a device map.
         name: the tensor's name in the model's state dict.
         tensor: the entry of the state dict; on the device `meta` if it is offloaded.
 

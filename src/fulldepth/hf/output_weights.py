@@ -275,4 +275,5 @@ def _with_stream(call: _Call, stream: Tensor) -> _Call:
 
 
 def _tensor(output: Any) -> Tensor:
+    """Return a module's output without what it returns beside the states."""
     return output[0] if isinstance(output, tuple) else output

@@ -175,16 +175,20 @@ def drop_checkpoints(run: str | Path, keep: int) -> None:
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Return (step, folder) of every `checkpoint-N` in a folder, complete or not."""
     if not folder.is_dir():
         return []
     matches = [(re.fullmatch(r"checkpoint-(\d{1,12})", child.name), child) for child in folder.iterdir()]
     for match, child in matches:
         if match and child.is_symlink() and not child.exists():
-            raise FulldepthError(f"Cannot read {child}: the link leads nowhere. Restore the checkpoint, or remove it.")
+            raise FulldepthError(
+                f"Cannot read {child}: the link points to nothing. Restore the checkpoint, or remove the link."
+            )
     return [(int(match[1]), child) for match, child in matches if match and child.is_dir()]
 
 
 def _hash(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -83,17 +83,11 @@ class Scalars(nn.Module):
         self.num_layers = num_layers
         self.skipped = blocks_of(skipped, granularity, num_layers)
         self.granularity = granularity
-        self.layers = nn.ModuleDict(
-            {
-                str(layer): nn.ParameterDict(
-                    {
-                        name: nn.Parameter(torch.ones((), dtype=torch.float32))
-                        for name in factor_names(self.skipped, layer)
-                    }
-                )
-                for layer in range(1, num_layers + 1)
-            }
-        )
+        self.layers = nn.ModuleDict()
+        for layer in range(1, num_layers + 1):
+            names = factor_names(self.skipped, layer)
+            factors = {name: nn.Parameter(torch.ones((), dtype=torch.float32)) for name in names}
+            self.layers[str(layer)] = nn.ParameterDict(factors)
 
     def get(self, layer: int) -> dict[str, nn.Parameter]:
         """Name -> factor (a single number) of a 1-based layer; empty for a skipped layer."""

@@ -189,6 +189,7 @@ class Switches:
         return save(*args, **kwargs)
 
     def _check_entered(self) -> None:
+        """Refuse a call outside of `with`."""
         if not self._ports:
             raise FulldepthError("Switches work only inside their `with`: with Switches(anatomy) as switches: ...")
 

@@ -74,7 +74,7 @@ class LayerwiseLoss(Term):
         Args:
             context: inputs of the term.
             classifier: the head, for use between the forward and the backward pass.
-            positions: as in `aligned_loss`, for a classifier with one head.
+            positions: share of positions as in `aligned_loss`, for a classifier with one head.
         """
         states = context.states["residual"][1:]
         losses = context.task.layer_losses(context.batch, states, classifier)

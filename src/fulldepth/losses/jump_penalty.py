@@ -165,7 +165,10 @@ class Displacements:
         if self._upstream is None or layer > self._next:  # a leaf in a later backward pass is above `_next`
             return None
         if layer < self._next:
-            raise FulldepthError(f"The gradients of the states arrived out of order at h_{layer}.")
+            raise FulldepthError(
+                f"The gradient of h_{layer} arrived before that of h_{self._next}; the displacement penalty needs the "
+                "gradients of the states from the last layer to the first."
+            )
         self._next = layer - 1
         added = self._from_above
         self._from_above = None
@@ -183,5 +186,8 @@ class Displacements:
         state = self._states[index]
         assert state is not None
         if state._version != self._versions[index]:
-            raise FulldepthError(f"h_{index} was overwritten in place between the forward and the backward pass.")
+            raise FulldepthError(
+                f"h_{index}, which the displacement penalty reads, was overwritten in place between the forward and "
+                "the backward pass."
+            )
         return state.to(statistics_dtype(state)).detach()

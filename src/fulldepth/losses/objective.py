@@ -194,6 +194,7 @@ class Objective:
 
     @torch.compiler.disable
     def _keep_logits(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Store the logits of a forward pass with gradients."""
         if torch.is_grad_enabled():
             self._logits = logits_of(output)
 

@@ -16,7 +16,7 @@ from fulldepth.core.distributed import current
 from fulldepth.core.errors import needing
 from fulldepth.core.uncertainty import FEWEST_CLUSTERS
 from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import error_of, jackknife_influence
+from fulldepth.metrics.jackknife import influence_of_estimate, standard_error
 
 Target = Mapping[str, Tensor]
 """Objects of one image: `class_labels` [n], `boxes` [n, 4] and perhaps `crowd` [n] bool."""
@@ -85,7 +85,7 @@ def precisions(matches: Any, left_out: Collection[int] = ()) -> list[float]:
     """Return `ap`, `ap50` and `ap75` of matched detections; NaN without objects.
 
     Args:
-        matches: from `matched`.
+        matches: the result of `matched`.
         left_out: indices of images that do not count.
     """
     params = copy(matches.params)
@@ -108,6 +108,7 @@ def _annotation(image: int, category: Tensor, box: Tensor) -> dict[str, Any]:
 
 
 def _pycocotools() -> tuple[Any, Any]:
+    """Import pycocotools; raise a `FulldepthError` if it is not installed."""
     with needing("pycocotools", "vision", "Average precision"):
         from pycocotools import coco, cocoeval  # noqa: PLC0415  # an extra
     return coco, cocoeval
@@ -162,7 +163,7 @@ class AveragePrecision(Measure):
             values.append(precisions(matches))
             if groups >= FEWEST_CLUSTERS:
                 without.append([precisions(matches, left_out) for left_out in members])
-        influences = jackknife_influence(torch.tensor(without).transpose(0, 1)) if without else torch.zeros(0)
+        influences = influence_of_estimate(torch.tensor(without).transpose(0, 1)) if without else torch.zeros(0)
         count = sum(int((~target["crowd"]).sum()) if "crowd" in target else len(target["boxes"]) for target in targets)
         return torch.tensor(values, dtype=torch.float64), influences, count
 
@@ -179,7 +180,7 @@ class AveragePrecision(Measure):
     def rows(self) -> list[Row]:
         """Three rows for each layer 1..L, and three for their errors if they are known; none without objects."""
         values, influences, count = self.compute()
-        errors = error_of(influences) if len(influences) else torch.full_like(values, torch.nan)
+        errors = standard_error(influences) if len(influences) else torch.full_like(values, torch.nan)
         rows = []
         for layer in range(self.setup.num_layers if count else 0):
             numbers: dict[str, float] = {}

@@ -20,7 +20,7 @@ from torch.nn.functional import one_hot
 
 from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import deal
-from fulldepth.metrics.jackknife import error_of, ratio_influence
+from fulldepth.metrics.jackknife import influence_of_ratio, standard_error
 from fulldepth.metrics.reservoir import CPU, Accumulator, Reservoir
 
 NO_FIRST = ":no-first"
@@ -436,12 +436,12 @@ class Means(Measure):
         """`mean`, `standard_error` and `count`, each `[*shape]`."""
         total = self.sums.sum(0)
         counts = self.counts.sum(0)
-        error = error_of(ratio_influence(self.sums, self.counts))
+        error = standard_error(influence_of_ratio(self.sums, self.counts))
         return {"mean": total / counts, "standard_error": error, "count": counts.expand_as(total)}
 
     def influences_here(self) -> list[Influence]:
         """Influences on every mean with data."""
-        values = ratio_influence(self.sums, self.counts).movedim(0, -1)  # [*shape, G]
+        values = influence_of_ratio(self.sums, self.counts).movedim(0, -1)  # [*shape, G]
         return [
             self.influence(f"mean{place.suffix}", values[place.at], place.layer, site=place.site)
             for place in self.places(self.counts.sum(0))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fulldepth.metrics.base import POSITION_BITS, Influence, Measure, Observation, Row, Setup, later_than_first
 from fulldepth.metrics.hsic import Hsic, hsic_of, hsic_of_views
-from fulldepth.metrics.jackknife import error_of, jackknife_influence
+from fulldepth.metrics.jackknife import influence_of_estimate, standard_error
 
 NO_HSIC = 1e-13
 """Fraction of the terms of an HSIC below which a layer's HSIC with itself is rounding and counts as 0."""
@@ -128,10 +128,10 @@ class Cka(Measure):
         later = later_than_first(sample.keys)
         estimates = hsic_of_views(sample.features.transpose(0, 1), later, group, self.setup.groups, advance)
         views = estimates[: len(self.setup.views)]
-        influences = [jackknife_influence(_ratio(view.without)) for view in views]
+        influences = [influence_of_estimate(_ratio(view.without)) for view in views]
         return {
             "debiased": torch.stack([_ratio(view.debiased) for view in views]),
-            "standard_error_of_debiased": torch.stack([error_of(influence) for influence in influences]),
+            "standard_error_of_debiased": torch.stack([standard_error(influence) for influence in influences]),
             "biased": torch.stack([_ratio(view.biased) for view in views]),
             "influences": influences[0],
             "count": torch.tensor([view.tokens for view in views]),
@@ -176,7 +176,7 @@ class Cka(Measure):
         return [
             Influence(self.name, "residual", *pair, "debiased", values[:, *pair].tolist())
             for pair in pairs
-            if bool(error_of(values[:, *pair]).isfinite())
+            if bool(standard_error(values[:, *pair]).isfinite())
         ]
 
 

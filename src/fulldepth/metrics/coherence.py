@@ -180,9 +180,11 @@ class Coherence(Measure):
         attention = observation.states.get("attention_output")
         inputs = None if self.setup.chained else observation.states.get("attention_input")
         length = residual.shape[2]
-        if length != self.setup.sequence_length or not bool(observation.attention_mask.all()):  # would mix frequencies
+        padded = not bool(observation.attention_mask.all())
+        if length != self.setup.sequence_length or padded:  # frequencies would be mixed
             raise ValueError(
-                f"coherence needs sequences of one length, {self.setup.sequence_length}, got {length}, or padding"
+                f"coherence needs sequences of one length, {self.setup.sequence_length} positions without padding, got "
+                f"{length} positions {'with' if padded else 'without'} padding"
             )
         group = self.group_of[observation.sequence.to(self.group_of.device)]
         width = residual.shape[-1]
@@ -311,6 +313,7 @@ class Coherence(Measure):
 
 
 def _check_sequences(sequences: int) -> None:
+    """Refuse fewer than two sequences."""
     if sequences < 2:
         raise ValueError(
             f"coherence needs at least two sequences, because over one it is 1 by construction; got {sequences}"

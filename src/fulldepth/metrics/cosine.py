@@ -155,6 +155,7 @@ def _cosines(features: Tensor, center: bool, index: Tensor | None = None) -> tup
 
 
 def _norm(x: Tensor) -> Tensor:
+    """Return the norm of vectors `[..., D]` as `[..., 1]`."""
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
@@ -264,7 +265,10 @@ class Projected(Measure):
         """Add one batch."""
         features = self.project(observation.tokens)  # [L+1, B, P]
         if features.shape[1] != len(observation.sequence):
-            raise ValueError("the token policy must count one token, or one vector, of each sequence")
+            raise ValueError(
+                "the token policy must count one token, or one vector, of each sequence, got "
+                f"{features.shape[1]} of {len(observation.sequence)} sequences"
+            )
         self.reservoir.update(features.transpose(0, 1), observation.sequence.to(features.device))
 
     def compute(self) -> Sample:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fulldepth.core.thresholds import LARGE_JUMP
 from fulldepth.core.uncertainty import SIGNIFICANT, quantile
 from fulldepth.metrics.base import Influence, Means, Observation, Row, Setup, angular
-from fulldepth.metrics.jackknife import error_of, ratio_influence
+from fulldepth.metrics.jackknife import influence_of_ratio, standard_error
 
 
 def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
@@ -87,13 +87,13 @@ class JumpRate(Means):
         """zeta_2..zeta_L, their standard errors, and the number of tokens."""
         psi = self.sums.sum(0) / self.counts.sum(0)
         rates = [jump_rate(psi, layer) for layer in range(2, len(psi) + 1)]
-        return rates, error_of(self._influence()).tolist(), int(self.counts.sum(0).min())
+        return rates, standard_error(self._influence()).tolist(), int(self.counts.sum(0).min())
 
     def _influence(self) -> Tensor:
         """[G, L-1] influences on zeta_2..zeta_L."""
-        psi = ratio_influence(self.sums, self.counts)  # [G, L]
+        psi = influence_of_ratio(self.sums, self.counts)  # [G, L]
         steps = psi.diff(dim=1)
-        far = quantile(int(psi[:, -1].isfinite().sum())) * error_of(steps)
+        far = quantile(int(psi[:, -1].isfinite().sum())) * standard_error(steps)
         rises = (self.sums.sum(0) / self.counts.sum(0)).cpu().diff() + far > 0  # [L-1]
         return 100 * (steps * rises).flip(1).cumsum(1).flip(1)
 

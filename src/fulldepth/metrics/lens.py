@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fulldepth.core.uncertainty import crossing
 from fulldepth.metrics.base import Influence, Means, Observation, Place, Readout, Row, Setup
-from fulldepth.metrics.jackknife import ratio_influence
+from fulldepth.metrics.jackknife import influence_of_ratio
 
 EPSILONS = (0.01, 0.05, 0.1, 0.2)
 """Tolerances relative to perfect accuracy (Def. 1)."""
@@ -174,7 +174,7 @@ class Saturation(OfLayersReached):
 
     def influences_here(self) -> list[Influence]:
         """Influences on the cumulative share of every layer 1..L."""
-        values = ratio_influence(self.sums, self.counts)
+        values = influence_of_ratio(self.sums, self.counts)
         return [self.influence("cumulative", values[:, n], n) for n in range(1, self.setup.num_layers + 1)]
 
     def compute(self) -> dict[str, Tensor]:
