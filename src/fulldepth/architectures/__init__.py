@@ -9,6 +9,7 @@ from fulldepth.architectures.skipped import SKIPPED, TESTED_TRANSFORMERS, DeciLM
 
 
 def _register(config: Any, model: Any, causal_lm: Any) -> None:
+    """Register the classes of a model type with transformers' Auto classes."""
     AutoConfig.register(config.model_type, config, exist_ok=True)
     AutoModel.register(config, model, exist_ok=True)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)

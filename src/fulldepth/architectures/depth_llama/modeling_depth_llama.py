@@ -106,6 +106,7 @@ class DepthLlamaPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        """Initialise a module; routers and connections have schemes of their own."""
         if isinstance(module, ROUTERS):
             module.reset_parameters(std=self.config.initializer_range)
         elif isinstance(module, HyperConnection):
@@ -405,6 +406,7 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
     def _get_candidate_generator(  # type: ignore[override]
         self, generation_config: GenerationConfig, **kwargs: Any
     ) -> CandidateGenerator:
+        """Refuse the early exit of transformers, which changes the configuration for drafts."""
         if generation_config.assistant_early_exit is not None:  # transformers changes the configuration for drafts
             raise ValueError(
                 "assistant_early_exit is not supported by this class; use fulldepth.exit.generate for drafts from its "

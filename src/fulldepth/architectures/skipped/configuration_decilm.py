@@ -88,10 +88,12 @@ class DeciLMConfig(BlockConfigs, LlamaConfig):
 
 
 def _attributes(value: Any) -> Any:
+    """Convert dictionaries, also inside, to objects with attributes."""
     return SimpleNamespace(**{k: _attributes(v) for k, v in value.items()}) if isinstance(value, dict) else value
 
 
 def _plain(value: Any) -> Any:
+    """Convert the result of `_attributes` back."""
     return {k: _plain(v) for k, v in vars(value).items()} if isinstance(value, SimpleNamespace) else value
 
 
