@@ -128,7 +128,7 @@ def test_tokens_are_cut_as_the_file_says(written, model, tmp_path):
     ("changes", "name", "load"),
     [
         ({"architecture": "quux"}, "quux", load_checkpoint),
-        ({"architecture": "deci"}, "as a folder", load_checkpoint),
+        ({"architecture": "deci"}, "name the folder of the same model", load_checkpoint),
         ({"entries": {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0}}, "rope.scaling.type", load_checkpoint),
         ({"entries": {"attention.scale": 0.5}}, "attention.scale", load_checkpoint),
         ({"extra": {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}}, "frequencies", load_checkpoint),

@@ -312,7 +312,7 @@ def test_layers_may_differ():
     with Switches(anatomy) as switches:
         with refused("Layer 1 has no attention to skip"):
             switches.skip([1, 2])
-        with refused("every layer to have its attention; only layers 2, 3 do"):
+        with refused("Scalars need the attention of every layer; only layers 2, 3 have one"):
             switches.scalars = Scalars(3)
         switches.skip([3])
         assert torch.equal(logits_of(model), logits_of(zeroed(stock, [3], OUTPUTS["llama"][0])))

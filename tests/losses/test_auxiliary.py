@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import tiny_models
 from fulldepth.losses import DepthTrainer, Objective, aligned_loss
-from fulldepth.training.evaluation import evaluate
+from fulldepth.training.evaluation import evaluate_held_out
 from losses.trained_step import collate, gradient, slopes, states_of, step
 from refusals import refused
 from tiny_models import build
@@ -104,7 +104,7 @@ def test_evaluation_reports_the_cross_entropy(tmp_path):
 def test_a_run_records_the_cross_entropy_and_the_balance_beside_it():
     model = experts()
     rows = rows_of(batch(5, 5))
-    found, _ = evaluate(model, rows, collate, 2)
+    found, _ = evaluate_held_out(model, rows, collate, 2)
     with torch.no_grad():
         output = model.eval()(**collate(rows))
         parts = [(model(**collate(rows[i : i + 2])).aux_loss, len(rows[i : i + 2])) for i in (0, 2, 4)]

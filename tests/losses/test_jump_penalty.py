@@ -117,7 +117,7 @@ def test_only_the_states_are_kept_and_a_changed_one_is_noticed(states):
     penalty = Displacements(middle)
     loss = penalty.added_to(middle[-1].sum(), 1.0)
     middle[3].add_(1.0)
-    with refused("h_3 was overwritten"):
+    with refused("h_3, which the displacement penalty reads, was overwritten"):
         loss.backward()
 
 

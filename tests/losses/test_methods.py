@@ -198,7 +198,7 @@ def test_heads_of_a_language_model_cost_what_table_1_says():
 
 
 def test_what_cannot_have_own_heads_is_refused():
-    with refused("has no head"):
+    with refused("has no known prediction head"):
         add_exit_heads(tiny_models.build("bert-bare"))
     model = tiny_models.build("vit")
     add_exit_heads(model)

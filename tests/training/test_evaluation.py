@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 from transformers import default_data_collator
 
-from fulldepth.training.evaluation import evaluate
+from fulldepth.training.evaluation import evaluate_held_out
 from tiny_models import BUILDERS, token_ids
 
 
@@ -24,7 +24,7 @@ def test_tokens_without_a_direction_are_left_out_of_a_layer():
     model.model.embed_tokens.weight[5] = 0.0
     ids = 3 + token_ids(5, 8, most=90)
     ids[:, 0] = ids[3, 4] = 5
-    found, _ = evaluate(model, [{"input_ids": row, "labels": row} for row in ids], default_data_collator, 2)
+    found, _ = evaluate_held_out(model, [{"input_ids": row, "labels": row} for row in ids], default_data_collator, 2)
     out = model(input_ids=ids, labels=ids, output_hidden_states=True)
     states = torch.stack(out.hidden_states)
     psi = (1 - torch.cosine_similarity(states[:-1], states[1:], dim=-1)) / 2
@@ -65,7 +65,7 @@ def test_texts_that_end_with_the_padding_token(family, body, norm, side):
     labels = output.logits.argmax(-1)
     labels[::5] = (labels[::5] + 1) % output.logits.shape[-1]
     rows = [{**item, "labels": label} for item, label in zip(items, labels, strict=True)]
-    found, _ = evaluate(model, rows, default_data_collator, 5)
+    found, _ = evaluate_held_out(model, rows, default_data_collator, 5)
     assert values(found, "validation_accuracy") == pytest.approx([19 / 24])
     assert values(found, "lens_accuracy") == pytest.approx((logits.argmax(-1) == labels).double().mean(1).tolist())
     losses = [torch.nn.functional.cross_entropy(layer, labels).item() for layer in logits]

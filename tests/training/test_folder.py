@@ -47,7 +47,7 @@ def test_results_of_another_command_in_a_run_folder_are_not_written_over(recipe,
     train_by(path, run)
     change_json(run / "results.json", kind="measurement")
     before = contents(run)
-    with refused("not of a training run, but of 'measurement'"):
+    with refused("results of the kind 'measurement', expected 'training'"):
         train_by(path, run, resume=True)
     assert contents(run) == before
 
@@ -111,7 +111,7 @@ def test_a_refused_setting_leaves_no_folder_that_blocks_the_corrected_command(re
     for change in ({"tokenizer": str(tmp_path)}, {"data": {"validation": str(tmp_path / "absent.jsonl")}}):
         with refused() as caught:
             train_by(recipe(**SHORT | change), run)
-        assert "another recipe" not in str(caught.value)
+        assert "other settings" not in str(caught.value)
         assert not run.exists(), "an export into this folder would be refused"
     run.mkdir()
     (run / "user.txt").write_text("stays")

@@ -69,7 +69,7 @@ def test_weights_from_a_seed_are_those_of_transformers():
         ({**SIZES, "num_attention_heads": 5}, {}, ["hidden size (32)", "attention heads (5)"]),
         ({**SIZES, "hidden_size": "wide"}, {}, ["hidden_size", "int"]),
         ({**SIZES, "type": "depth_llama", "residual": "tree", "tree": {"1": [2, 0]}}, {}, ["tree", "layer 1 reads 2"]),
-        ({**SIZES, "vocab_size": 50}, {"vocab_size": 51}, ["51 tokens", "for 50"]),
+        ({**SIZES, "vocab_size": 50}, {"vocab_size": 51}, ["51 tokens", "50 embeddings"]),
         ({**SIZES, "max_position_embeddings": 8}, {"positions": 9}, ["9 tokens", "8 positions"]),
     ],
 )
@@ -134,14 +134,18 @@ def test_checkpoints_that_do_not_fit_are_refused(checkpoint, tmp_path):
     for folder, options, words in (
         (checkpoint, {"intermediate_size": 64}, "must not change the checkpoint's sizes"),
         (checkpoint, {"num_hidden_layers": 5}, "lacks 9 weights .* would be random"),
-        (checkpoint, {"num_hidden_layers": 3}, "holds 9 weights .* no use for"),
+        (checkpoint, {"num_hidden_layers": 3}, "holds 9 weights .* does not use"),
         (str(tmp_path / "nowhere"), {}, "nowhere"),
         (memory, {"memory": "none"}, "holds 3 weights .*router"),
-        (gpt2, {"type": "depth_llama"}, "is a gpt2, and the settings want a depth_llama"),
+        (
+            gpt2,
+            {"type": "depth_llama"},
+            "is a gpt2, but model.type: depth_llama needs a checkpoint of type depth_llama or",
+        ),
     ):
         with refused(words):
             made(asked(checkpoint=folder, **options))
-    with refused(r"97 tokens .* for 96"):
+    with refused(r"97 tokens, but the model has 96 embeddings"):
         made(asked(checkpoint=checkpoint), vocab_size=97)
 
 

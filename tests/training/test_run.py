@@ -108,7 +108,7 @@ def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):
         (tmp_path / "run", {"output": tmp_path / "None"}, "exists already"),
         (tmp_path / "run", {"output": tmp_path / "new", "step": 5}, "checkpoint-5"),
         (tmp_path / "run", {"output": tmp_path / "new", "dtype": "int3"}, "dtype"),
-        (tmp_path, {"output": tmp_path / "new"}, "no whole checkpoint"),
+        (tmp_path, {"output": tmp_path / "new"}, "no complete checkpoint"),
     ):
         with refused(word):
             export_run(run, **options)

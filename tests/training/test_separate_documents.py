@@ -39,8 +39,8 @@ KINDS = {
         ("llama", "flash_attention_2", None),
         ("depth_llama", "flash_attention_2", None),
         ("gpt2", "flash_attention_2", None),
-        ("opt", "sdpa", "sees the one before"),
-        ("falcon", "eager", None if NEWER else "sees the one before"),
+        ("opt", "sdpa", "reads the one before"),
+        ("falcon", "eager", None if NEWER else "reads the one before"),
         ("bloom", "sdpa", "takes no position_ids"),
     ],
 )
@@ -107,6 +107,6 @@ def values(results):
 @pytest.mark.parametrize("term", ["coherence", "orthogonality"])
 def test_penalties_of_whole_sequences_are_refused_in_a_row(term, recipe):
     path = recipe(data={"across_documents": False}, attention="flash_attention_2", objective={term: 0.1})
-    with refused(f"{term} is a function of each sequence"):
+    with refused(f"{term} needs each sequence in a row of its own"):
         window_collator(settings(path))
     window_collator(settings(recipe(attention="sdpa")))

@@ -15,7 +15,7 @@ from fulldepth.architectures import DepthLlamaConfig
 from fulldepth.settings import assignments, layer, names, read
 from fulldepth.settings.train import SWITCHES, TrainSettings
 from fulldepth.training import train
-from fulldepth.training.evaluation import evaluate
+from fulldepth.training.evaluation import evaluate_held_out
 from json_files import read_json, write_json
 from refusals import refused
 from skip.word_tokenizer import tokenizer
@@ -60,9 +60,9 @@ def test_a_run_starts_from_the_checkpoint_as_it_is(start, tmp_path, recipe, flag
 
     def noting(*given, data, collate, batch_size):
         batches.append(collate([data[index] for index in range(len(data))]))
-        return evaluate(*given, data=data, collate=collate, batch_size=batch_size)
+        return evaluate_held_out(*given, data=data, collate=collate, batch_size=batch_size)
 
-    monkeypatch.setattr("fulldepth.training.run.evaluate", noting)
+    monkeypatch.setattr("fulldepth.training.run.evaluate_held_out", noting)
     results = run_from(folder, recipe, tmp_path)
     model = tf.LlamaForCausalLM.from_pretrained(folder).eval()
     assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
@@ -92,7 +92,7 @@ def test_an_output_layer_is_found_by_its_name_in_the_file(start, tmp_path, name)
 
 
 def test_an_output_layer_of_its_own_is_not_dropped_on_request(start, tmp_path):
-    with refused("output layer of its own"):
+    with refused("separate output layer"):
         run_from(start(False), "tiny-llama", tmp_path, "model.tie_word_embeddings=true")
 
 

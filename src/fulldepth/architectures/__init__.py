@@ -9,6 +9,7 @@ from fulldepth.architectures.skipped import SKIPPED, TESTED_TRANSFORMERS, DeciLM
 
 
 def _register(config: Any, model: Any, causal_lm: Any) -> None:
+    """Register the classes of a model type with transformers' Auto classes."""
     AutoConfig.register(config.model_type, config, exist_ok=True)
     AutoModel.register(config, model, exist_ok=True)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
@@ -21,7 +22,7 @@ def _register(config: Any, model: Any, causal_lm: Any) -> None:
 _register(DepthLlamaConfig, DepthLlamaModel, DepthLlamaForCausalLM)
 for _model in SKIPPED.values():
     _register(_model.config_class, _model.model_class, _model)  # type: ignore[attr-defined]
-# Not registered here: other checkpoints of this type carry code for more variations than this project's.
+# DeciLM is not registered here, because other checkpoints of its type carry code for more variations.
 DeciLMConfig.register_for_auto_class()
 DeciLMForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 

@@ -44,8 +44,8 @@ def task_of(model: Any) -> str:
 
 
 def no_single_class(config: Any) -> str | None:
-    """Why a classifier with this configuration does not predict one class out of several (a regression, or several
-    classes at a time); None if it does.
+    """The reason why a classifier with this configuration does not predict one class out of several (a regression, or
+    several classes at a time); None if it does.
     """
     number = getattr(config, "num_labels", 2)
     problem = getattr(config, "problem_type", None)
@@ -61,8 +61,8 @@ class Anatomy:
     model: PreTrainedModel
     family: Family
     order: tuple[int, ...] = ()
-    """For shared blocks: the 0-based index of each layer's block in the list of blocks. Empty if every block runs once,
-    in order."""
+    """0-based index of each layer's block in the list of blocks, for shared blocks. Empty if every block runs once, in
+    order."""
 
     @property
     def task(self) -> str:
@@ -114,17 +114,20 @@ class Anatomy:
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """L, the number of layers."""
         return len(self.blocks)
 
     @property
     def width(self) -> int:
         """D, channels of the residual stream."""
-        for name in ("hidden_size", "d_model", "n_embd", "dim"):
+        names = ("hidden_size", "d_model", "n_embd", "dim")
+        for name in names:
             if isinstance(width := getattr(self.config, name, None), int):
                 return width
-        kind = type(self.model).__name__
-        raise FulldepthError(f"The configuration of {kind} does not say the width of its residual stream.")
+        raise FulldepthError(
+            f"The configuration of {type(self.model).__name__} does not state the width of its residual stream; "
+            f"expected one of {', '.join(names)}."
+        )
 
     def part(self, layer: int, role: str) -> nn.Module | None:
         """The module with a role (a field of `Family`) in a 1-based layer; None where the family has none there.
@@ -139,7 +142,7 @@ class Anatomy:
         return None
 
     def has(self, role: str) -> bool:
-        """Whether every layer has a module with this role."""
+        """Return True if every layer has a module with this role."""
         return len(self.layers_with(role)) == self.num_layers
 
     def layers_with(self, role: str) -> list[int]:
@@ -160,12 +163,12 @@ class Anatomy:
 
     @property
     def has_streams(self) -> bool:
-        """Whether blocks hold several residual streams."""
+        """True if blocks hold several residual streams."""
         return self.family.attention_connection is not None and self.part(1, "attention_connection") is not None
 
     @property
     def not_serial(self) -> str | None:
-        """What layers read besides the output of the layer before, as a clause; None where that is all."""
+        """A clause that says what layers read besides the layer before them; None if they read nothing else."""
         reasons = {
             "its layers read a tree of earlier outputs": bool(self.layers_with("input_norms")),
             "its blocks hold several residual streams (Hyper-Connections)": self.has_streams,
@@ -174,21 +177,21 @@ class Anatomy:
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     def stream(self, states: Tensor) -> Tensor:
-        """[B, T, D] the residual stream from a block's input or output; the sum where there are several streams."""
+        """Return the residual stream `[B, T, D]` in a block's input or output; the sum if there are several streams."""
         states = states.transpose(0, 1) if self.family.sequence_first else states
         return states.sum(-2) if self.has_streams else states
 
     def select(self, states: Tensor, rows: Tensor) -> Tensor:
-        """Some sequences, `rows: [B]` bool, of a block's input or output."""
+        """Return the sequences of a block's input or output that `rows: [B]` (bool) selects."""
         return states[:, rows] if self.family.sequence_first else states[rows]
 
     def handed_on(self, states: Tensor) -> Tensor:
-        """The next block's input from a block's output: the same states, unless a norm stands between blocks."""
+        """Return the next block's input for a block's output: the same states, unless a norm stands between blocks."""
         return self.normalise_once(states) if self.norm_between else states
 
     @property
     def norm_between(self) -> bool:
-        """Whether the final norm also stands between blocks."""
+        """True if the final norm also stands between blocks."""
         return self.family.norm_between is not None and bool(getattr(self.config, self.family.norm_between, False))
 
     @property
@@ -198,17 +201,17 @@ class Anatomy:
         return None if path is None else self.body.get_submodule(path)
 
     def normalise(self, states: Tensor, norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """The final norm applied to residual states `[..., D]` (identity where the model has none).
+        """Apply the final norm to residual states `[..., D]`; a model without one returns them unchanged.
 
         Args:
-            states: of any layer.
-            norm: to call in place of the final norm's module.
+            states: states of any layer.
+            norm: function to call in place of the final norm's module.
         """
         states = self.normalise_once(states, norm)
         return self.normalise_once(states, norm) if self.norm_between else states
 
     def normalise_once(self, states: Tensor, norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """One application of the final norm."""
+        """Apply the final norm once, also in models whose last layer applies it twice (`norm_between`)."""
         norm = norm or self.final_norm
         return states if norm is None else norm(states)
 
@@ -237,20 +240,20 @@ class Anatomy:
         Raises:
             AttributeError: if the model has no module of that name.
         """
-        own = dict(self.model.named_modules())
+        modules = dict(self.model.named_modules())
         return [
-            FUNCTIONS[path]() if path in FUNCTIONS and path not in own else self.model.get_submodule(path)
+            FUNCTIONS[path]() if path in FUNCTIONS and path not in modules else self.model.get_submodule(path)
             for path in head.modules
         ]
 
     @property
     def searches_head(self) -> bool:
-        """Whether the head has to be found by following the tensors of a pass."""
+        """True if the head must be found by following the tensors of a forward pass."""
         return self.head is None and self.task != "representation" and self.family.heads != {}
 
     @property
     def max_positions(self) -> int | None:
-        """Tokens of the longest sequence that the model has positions for; None = no limit."""
+        """Length of the longest sequence that the model has positions for; None = no limit."""
         limit = getattr(self.config, "max_position_embeddings", None)
         if not isinstance(limit, int) or limit <= 0:  # XLNet uses -1
             return None
@@ -258,17 +261,17 @@ class Anatomy:
 
     @property
     def vocab_size(self) -> int | None:
-        """Rows of the embedding matrix; None for pictures."""
+        """Number of rows of the embedding matrix; None for images."""
         if self.family.modality != "text":
             return None
         for owner in (self.body, self.model):
-            with suppress(NotImplementedError, AttributeError):  # wrappers of decoders without a row of their own
+            with suppress(NotImplementedError, AttributeError):  # some wrappers of decoders define no embeddings
                 embeddings: Any = owner.get_input_embeddings()  # type: ignore[operator]
                 return int(embeddings.weight.shape[0])
         return getattr(self.config, "vocab_size", None)
 
     def value_states(self, projected: Tensor) -> Tensor:
-        """[B, T, Dv] value states from the output of the `value` projection, `[B, T, *]`."""
+        """Return the value states `[B, T, Dv]` in the output of the `value` projection, `[B, T, *]`."""
         if self.family.value_part == "whole":
             return projected
         whole = self.family.value_part == "last-third"
@@ -276,8 +279,8 @@ class Anatomy:
         return heads[..., -heads.shape[-1] // 3 :].flatten(-2)
 
     def projections(self) -> Iterator[tuple[str, int, nn.Module]]:
-        """Every weight matrix of every block: its name inside the block, its 1-based layer, its module. A matrix with
-        adapters is one, whose module is PEFT's (`is_adapted`).
+        """Yield every weight matrix of every block: its name inside the block, its 1-based layer, its module. A matrix
+        with adapters counts once, and its module is PEFT's (`is_adapted`).
         """
         for layer, block in enumerate(self.blocks, start=1):
             inside: tuple[str, ...] = ()
@@ -290,9 +293,9 @@ class Anatomy:
                     yield name, layer, module
 
     def expert_projections(self) -> Iterator[tuple[str, int, nn.Parameter | None]]:
-        """Experts' matrices that are stored as one tensor `[E, m, n]`, of every block: the parameter's name inside the
-        block, its 1-based layer, the parameter; None for experts whose matrices are stored in another way, or have
-        adapters.
+        """Yield every tensor `[E, m, n]` that stores the matrices of E experts: the parameter's name inside the block,
+        its 1-based layer, the parameter. The parameter is None for experts whose matrices are stored in another way or
+        have adapters.
         """
         for layer, block in enumerate(self.blocks, start=1):
             inside: tuple[str, ...] = ()
@@ -308,22 +311,25 @@ class Anatomy:
                 yield from ((f"{path}.{name}".removesuffix(".weight"), layer, p) for name, p in stacked.items())
                 weight = getattr(module, "weight", None)
                 is_matrix = weight is not None and weight.ndim == 2  # found by `projections`
-                own = next(module.parameters(recurse=False), None) is not None
-                if own and not stacked and not is_matrix and "expert" in type(module).__name__.lower():
+                has_parameters = next(module.parameters(recurse=False), None) is not None
+                if has_parameters and not stacked and not is_matrix and "expert" in type(module).__name__.lower():
                     yield path, layer, None
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is PEFT's, around a layer with adapters that are not merged into its weights."""
+    """Return True if a module is PEFT's wrapper of a layer with adapters that are not merged into its weights."""
     return isinstance(getattr(module, "base_layer", None), nn.Module) and callable(getattr(module, "merge", None))
 
 
 def stacked_experts(module: nn.Module) -> dict[str, nn.Parameter]:
     """Name -> parameter `[E, m, n]` of a module that stores the matrices of E experts as one; empty for others."""
     count = getattr(module, "num_experts", None)
-    kind = type(module).__name__.lower()
-    own = module.named_parameters(recurse=False)
-    return {name: p for name, p in own if p.ndim == 3 and (len(p) == count or (count is None and "expert" in kind))}
+    holds_experts = count is None and "expert" in type(module).__name__.lower()
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and (len(parameter) == count or holds_experts)
+    }
 
 
 def anatomy_candidates(
@@ -346,7 +352,7 @@ def anatomy_candidates(
     if rows is None:
         return [Anatomy(model, family) for family in find_families(model, tower)]
     # A type of one row needs no check: a bare tower has a model type of its own.
-    present = list(rows) if len(rows) == 1 else [found for row in rows if (found := _located(model, row)) is not None]
+    present = list(rows) if len(rows) == 1 else [row for row in (_located(model, row) for row in rows) if row]
     if len(present) > 1 and tower is None:
         if present[0].tower in STACKS:
             refuse_other_inputs(model)
@@ -360,8 +366,8 @@ def anatomy_candidates(
     if not present:
         wanted = tower or " or ".join(str(row.tower) for row in rows)
         raise FulldepthError(
-            f"{type(model).__name__} has no {wanted} where models of type {model.config.model_type} have them; "
-            "describe the anatomy in the settings."
+            f"{type(model).__name__} has no {wanted} in the place that is known for models of type "
+            f"{model.config.model_type}; describe the anatomy in the settings (anatomy.blocks=PATH)."
         )
     return [
         Anatomy(model, replace(row, design="pre"))
@@ -372,7 +378,9 @@ def anatomy_candidates(
 
 
 def _located(model: PreTrainedModel, row: Family) -> Family | None:
-    """The row of a tower with the path of its body, which some classes keep inside another part; None without it."""
+    """Return the row of a tower with the path of its body, which some classes keep inside another part; None if the
+    model lacks it.
+    """
     if hasattr(model, str(row.body)):
         return row
     parts = (name for name, part in model.named_children() if hasattr(part, str(row.body)))
@@ -380,7 +388,7 @@ def _located(model: PreTrainedModel, row: Family) -> Family | None:
 
 
 def _described(anatomy: Anatomy) -> Anatomy:
-    """An anatomy from the settings, after a check that its paths exist."""
+    """Return an anatomy that the settings describe, after a check that its paths exist."""
     family = anatomy.family
     kind = type(anatomy.model).__name__
     for name, start in (("body", anatomy.model), ("blocks", anatomy.body), ("final_norm", anatomy.body)):
@@ -388,10 +396,11 @@ def _described(anatomy: Anatomy) -> Anatomy:
         try:
             module = None if path is None else start.get_submodule(path)
         except AttributeError as error:
-            raise FulldepthError(f"anatomy.{name}={path} leads nowhere in {kind}: {error}.") from error
+            raise FulldepthError(f"anatomy.{name}={path} names no module of {kind}: {error}.") from error
         if name == "blocks" and not isinstance(module, nn.ModuleList):
-            found = type(module).__name__
-            raise FulldepthError(f"anatomy.blocks={path} is a {found}; expected a ModuleList of blocks.")
+            raise FulldepthError(
+                f"anatomy.blocks={path} is a {type(module).__name__}; expected a ModuleList of blocks."
+            )
     if family.branch_scale and not hasattr(anatomy.config, family.branch_scale):
         raise FulldepthError(f"The configuration of {kind} has no {family.branch_scale} (anatomy.branch_scale).")
     return anatomy
@@ -401,7 +410,7 @@ def first_broken_weight(model: nn.Module) -> str | None:
     """The name of the first weight that holds NaN or infinity; None if all floating-point weights are finite.
 
     In a parameter that its module lists in `minus_infinity_prunes`, -inf marks a pruned weight and is accepted, unless
-    a row (along the last dimension) holds nothing else. Of a sharded weight only this process's part is read.
+    a row (along the last dimension) holds nothing else. For a sharded weight, only this process's part is read.
     """
     checked: set[int] = set()
     for path, module in model.named_modules():
@@ -422,15 +431,15 @@ def first_broken_weight(model: nn.Module) -> str | None:
 
 
 def text_config(config: Any, decoder: bool = False) -> Any:
-    """A configuration's part for text (`decoder`: for its decoder); itself if it has none, as with modules that are not
-    from transformers.
+    """Return the text part of a configuration (with `decoder`, that of the decoder), or the configuration itself if it
+    has no parts, as outside of transformers.
     """
     return config.get_text_config(decoder=decoder) if hasattr(config, "get_text_config") else config
 
 
 def unused_positions(model: nn.Module) -> int:
-    """Rows of the table of positions before the first token's: in RoBERTa and its kin positions start after the index
-    of the padding token; 0 in other models.
+    """Number of rows of the position table before the first token's row. In RoBERTa and related models positions start
+    after the index of the padding token; 0 in other models.
     """
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and type(module) is nn.Embedding and module.padding_idx is not None:
@@ -453,7 +462,7 @@ def sample_inputs(anatomy: Anatomy) -> dict[str, Tensor]:
 
 
 def body_inputs(anatomy: Anatomy, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of the body, without a decoder's cache, which would only take memory."""
+    """Return the arguments of the body's forward pass. A decoder's cache is off, because it would only take memory."""
     if anatomy.family.tower == "vision" and "pixel_values" in inputs:
         inputs = {"pixel_values": inputs["pixel_values"]}  # a whole CLIP also takes text
     if anatomy.family.tower == "encoder":
@@ -463,6 +472,6 @@ def body_inputs(anatomy: Anatomy, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def logits_of(output: Any) -> Tensor | None:
-    """The logits in a model's output; None without a head."""
+    """Return the logits in a model's output; None if it holds none."""
     entries = (output.get(name) for name in ("prediction_logits", "logits")) if isinstance(output, Mapping) else ()
     return next((logits for logits in entries if isinstance(logits, Tensor)), None)

@@ -1,4 +1,4 @@
-"""Entries of a configuration that ask for other outputs: set aside by commands, and restored in exports."""
+"""Configuration entries that change what a model returns: commands set them aside, and exports restore them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fulldepth.core.errors import FulldepthError
 
 PLAIN = {"output_attentions": False, "output_hidden_states": False, "return_dict": True, "torchscript": False}
-"""Entry -> the value with which a model gives what every command reads."""
-KEPT = "fulldepth_asked_outputs"
-"""Attribute of a model with the values that were set aside."""
+"""Entry -> value with which a model returns the outputs that commands read."""
+SET_ASIDE = "fulldepth_asked_outputs"
+"""Attribute of a model that holds the values that were set aside."""
 Asked = dict[tuple[str, str], bool]
 """Part of the configuration (empty for the whole) and entry -> value."""
 
@@ -24,12 +24,12 @@ def asked_outputs(model: PreTrainedModel) -> Asked:
         for part, config in _parts(model.config).items()
         for name, plain in PLAIN.items()
         if isinstance(value := getattr(config, name, None), bool) and value is not plain
-    } | getattr(model, KEPT, {})
+    } | getattr(model, SET_ASIDE, {})
 
 
 def set_aside(model: PreTrainedModel) -> None:
     """Give the entries of a loaded model's configuration their plain values, and remember the others on the model."""
-    setattr(model, KEPT, asked_outputs(model))
+    setattr(model, SET_ASIDE, asked_outputs(model))
     make_plain(model.config)
 
 
@@ -42,10 +42,10 @@ def make_plain(config: PreTrainedConfig) -> None:
 
 
 def restore_outputs(asked: Asked, folder: Path) -> list[str]:
-    """Write the entries of the original into the `config.json` of an export, but for `return_dict`.
+    """Write the entries of the original into the `config.json` of an export, except for `return_dict`.
 
     Returns:
-        A sentence if `return_dict` stays as it is by default.
+        One sentence if the original's `return_dict=False` was left out; else empty.
     """
     path = folder / "config.json"
     if not asked:
@@ -56,24 +56,24 @@ def restore_outputs(asked: Asked, folder: Path) -> list[str]:
         if isinstance(inner, dict) and name != "return_dict":
             inner[name] = value
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    tuples = any(name == "return_dict" for _, name in asked)
-    return ["The original's return_dict=False is left out: models of transformers 5 fail with it."] if tuples else []
+    if not any(name == "return_dict" for _, name in asked):
+        return []
+    return ["The original's return_dict=False is left out: models of transformers 5 fail with it."]
 
 
 def check_outputs(model: PreTrainedModel) -> None:
-    """Refuse a model that was passed in and gives tuples, which would have to be changed; those that were loaded here
-    give none.
+    """Refuse a model that was passed in and returns tuples, because its configuration would have to be changed.
 
     Raises:
         FulldepthError: with the entry to set.
     """
     if not all(getattr(config, "return_dict", True) for config in _parts(model.config).values()):
         raise FulldepthError(
-            "The model's configuration has return_dict=False: it gives tuples without names. Set "
+            "The model's configuration has return_dict=False, so the model returns tuples without names. Set "
             "model.config.return_dict = True."
         )
 
 
 def _parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
-    """The configuration and its parts, by name."""
+    """Name -> configuration: the whole one under the empty name, and its parts."""
     return {"": config} | {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}

@@ -28,10 +28,10 @@ def cache_argument(model: nn.Module) -> str:
 
 @cache
 def _argument_of(forward: Callable[..., Any]) -> str:
-    """As `cache_argument`; a decoding loop asks at every step."""
+    """Return what `cache_argument` returns, cached by forward function, because a decoding loop asks at every step."""
     parameters = inspect.signature(forward).parameters
-    named = [name for name in CACHE_NAMES if name in parameters]
-    return CACHE if CACHE in named or not named else named[0]
+    accepted = [name for name in CACHE_NAMES if name in parameters]
+    return CACHE if CACHE in accepted or not accepted else accepted[0]
 
 
 def cache_in(output: Any) -> Any:

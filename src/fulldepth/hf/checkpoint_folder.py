@@ -1,4 +1,4 @@
-"""Files of an export beside its weights: a folder that appears when it is complete, tokenizer, processor, older names.
+"""Files of an export besides its weights: the folder, which appears when it is complete; tokenizer; older names.
 
 transformers 5 writes rotary positions as `rope_parameters` alone. Earlier versions, which many servers still run, read
 `rope_theta`, `rope_scaling` and similar entries; where these are missing they use defaults without a message, and
@@ -50,12 +50,12 @@ def check_target(target: Path, suffix: str | None = None) -> None:
         FulldepthError: if `target` exists, or ends otherwise.
     """
     if suffix is not None and target.suffix != suffix:
-        raise FulldepthError(f"This export is one file: name it with {suffix} at the end, not {target}.")
+        raise FulldepthError(f"This export is one file, whose name must end with {suffix}; got {target}.")
     if target.exists() or target.is_symlink():
         raise FulldepthError(f"{target} exists already; an export is never written over anything. Choose another name.")
 
 
-def check_free(target: Path, size: float, advice: str = "Name another place, or free some.") -> None:
+def check_free(target: Path, size: float, advice: str = "Choose another place, or free some space.") -> None:
     """Refuse to start work whose files will not fit on the disk.
 
     Args:
@@ -64,7 +64,7 @@ def check_free(target: Path, size: float, advice: str = "Name another place, or 
         advice: the end of the message.
 
     Raises:
-        FulldepthError: with both numbers.
+        FulldepthError: with the bytes needed and free.
     """
     existing = next(place for place in (target.absolute(), *target.absolute().parents) if place.exists())
     free = shutil.disk_usage(existing).free
@@ -75,9 +75,9 @@ def check_free(target: Path, size: float, advice: str = "Name another place, or 
 
 
 def size_of(model: PreTrainedModel | str | Path, revision: str | None = None, itemsize: int | None = None) -> int:
-    """Bytes of a model's weights: in memory, in the files of a checkpoint, or of a GGUF file in half precision.
+    """Return the bytes of a model's weights: in memory, in a checkpoint's files, or of a GGUF file in half precision.
 
-    With `itemsize`, those of as many weights of so many bytes each.
+    With `itemsize`, every weight counts as this many bytes.
     """
     if isinstance(model, PreTrainedModel):
         return sum(parameter.numel() * (itemsize or parameter.itemsize) for parameter in model.parameters())
@@ -91,7 +91,7 @@ def size_of(model: PreTrainedModel | str | Path, revision: str | None = None, it
 
 @contextmanager
 def folder_to_be(target: Path, *, file: bool = False) -> Iterator[Path]:
-    """A folder (or the name of a file) beside `target` that is renamed to it at the end, and removed on an error.
+    """Yield a folder (or the name of a file) beside `target`, renamed to `target` at the end and removed on an error.
 
     Raises:
         FulldepthError: if it cannot be written (disk full, no permission).
@@ -113,15 +113,15 @@ def folder_to_be(target: Path, *, file: bool = False) -> Iterator[Path]:
 
 
 class _TriedError(Exception):
-    """An export was tried, and its folder is to be removed."""
+    """Raised at the end of a trial, so that `folder_to_be` removes the folder."""
 
 
 @contextmanager
 def trial(target: Path) -> Iterator[Path]:
-    """A place in a temporary folder beside `target`, in which an export with a few layers is tried before any work.
+    """Yield a path in a temporary folder beside `target`, where an export with a few layers is tried before any work.
 
     Raises:
-        FulldepthError: as `folder_to_be`. One that is raised inside names `target`, and says that it is of a trial.
+        FulldepthError: as `folder_to_be`. An error that is raised inside names `target`, and says that it was a trial.
     """
     with suppress(_TriedError), folder_to_be(target) as folder:
         place = folder / target.name
@@ -129,7 +129,7 @@ def trial(target: Path) -> Iterator[Path]:
             yield place
         except FulldepthError as error:
             words = str(error).replace(str(place), str(target))
-            raise FulldepthError(f"{words} (Tried with a few of the layers, before the work.)") from error
+            raise FulldepthError(f"{words} (This was a trial with a few layers, before the work.)") from error
         raise _TriedError
 
 
@@ -149,14 +149,14 @@ def strip_foreign_code(folder: Path, *, carries_code: bool) -> None:
 
 
 def _without_code(value: Any) -> Any:
-    """Plain values without any key `auto_map`."""
+    """Return JSON values without any key `auto_map`."""
     if isinstance(value, dict):
         return {key: _without_code(inner) for key, inner in value.items() if key != "auto_map"}
     return [_without_code(inner) for inner in value] if isinstance(value, list) else value
 
 
 def count_parameters(folder: Path) -> int:
-    """Number of elements in the weights on disk."""
+    """Return the number of elements in the weights on disk."""
     count = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -166,8 +166,9 @@ def count_parameters(folder: Path) -> int:
 
 @contextmanager
 def generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
-    """Write the generation settings as they are, but for multi-token prediction: transformers loads some that it
-    refuses to save with a model.
+    """Write the generation settings unchanged, except for multi-token prediction.
+
+    Inside `with` the model has default settings, because transformers refuses to save some that it loads.
     """
     settings = getattr(model, "generation_config", None)  # only models that generate have them
     model.generation_config = GenerationConfig()
@@ -188,7 +189,7 @@ def generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
 def save_tokenizer(
     tokenizer: Any, places: Iterable[Any], folder: Path, *, revision: str | None, trust_remote_code: bool
 ) -> list[str]:
-    """Save the tokenizer, or copy the files of the first place that has one; returns notes.
+    """Save the tokenizer, or copy the files of the first place that has one. Return notes for the user.
 
     Raises:
         FulldepthError: if `tokenizer` is a name under which there is none, or its files are damaged.
@@ -213,8 +214,8 @@ def save_tokenizer(
 
 
 def publish_older_names(folder: Path) -> None:
-    """Add to a checkpoint's `config.json` the names before transformers 5, which reads the same from both, of rotary
-    positions, the type of the weights and the number of experts.
+    """Add entries under the names before transformers 5 to a checkpoint's `config.json`: rotary positions, the type of
+    the weights, the number of experts. transformers 5 reads the same from both.
     """
     path = folder / "config.json"
     values = json.loads(path.read_text(encoding="utf-8"))
@@ -230,10 +231,10 @@ def publish_older_names(folder: Path) -> None:
 
 
 def copy_files(names: Iterable[str], source: str, folder: Path, revision: str | None = None) -> bool:
-    """Copy files of a checkpoint unchanged; returns whether it has any.
+    """Copy files of a checkpoint unchanged. Return True if it has any of them.
 
     Args:
-        names: of the files: `COPIED`, or `PROCESSOR_FILES` of an image processor.
+        names: the files' names: `COPIED`, or `PROCESSOR_FILES` of an image processor.
         source: the checkpoint: a folder, or a Hub name whose files are in the local cache.
         folder: destination.
         revision: branch, tag or commit, for a Hub name.
@@ -245,7 +246,7 @@ def copy_files(names: Iterable[str], source: str, folder: Path, revision: str | 
 
 
 def publish_older_tokenizer(folder: Path) -> None:
-    """Name the tokenizer's class and its additional special tokens as all versions of transformers do."""
+    """Store the tokenizer's class and additional special tokens under names that all versions of transformers read."""
     path = folder / "tokenizer_config.json"
     values = read_json(path) if path.is_file() else None
     if not isinstance(values, dict):

@@ -59,13 +59,12 @@ class HeadOfLayer(nn.Module):
 
 
 def output_layer(anatomy: Anatomy) -> Output:
-    """The model's own output, in whose place layers have theirs.
+    """Return the last linear layer of the model's head, in whose place each exit head has a matrix of its own.
 
-    Where the head of a language model has not been searched for yet, its output is what the class names so.
+    If the head of a language model has not been searched for yet, this is the output layer that the class names.
 
     Raises:
-        FulldepthError: if the model has no head that is known, or one that ends in no ordinary linear layer, or is a
-            detector.
+        FulldepthError: if the head is unknown or does not end in an ordinary linear layer, or the model is a detector.
     """
     kind = type(anatomy.model).__name__
     head = anatomy.head
@@ -73,9 +72,9 @@ def output_layer(anatomy: Anatomy) -> Output:
     if type(named) is nn.Linear:
         return named, "", named
     if head is None:
-        raise FulldepthError(f"{kind} has no head that is known, so layers can have none of their own.")
+        raise FulldepthError(f"{kind} has no known prediction head, so its layers cannot have exit heads.")
     if anatomy.task == "detection":
-        raise FulldepthError(f"{kind} detects objects; layers of a detector have no heads of their own.")
+        raise FulldepthError(f"{kind} is a detector; exit heads are for classifiers and language models.")
     classes = None if head.pool == "token" else getattr(anatomy.model.config, "num_labels", None)
     module = anatomy.head_modules(head)[-1]
     layers = [(path, part) for path, part in module.named_modules() if type(part) is nn.Linear]
@@ -86,12 +85,12 @@ def output_layer(anatomy: Anatomy) -> Output:
 
 
 def has_exit_heads(model: nn.Module) -> bool:
-    """Whether a model holds a head for every layer."""
+    """Return True if a model has exit heads."""
     return isinstance(getattr(model, HEADS, None), nn.ModuleDict)
 
 
 def exit_heads_of(model: nn.Module) -> dict[int, nn.Module]:
-    """1-based layer -> its own linear layer, in the order of the layers; empty without exit heads."""
+    """1-based layer -> linear layer of its exit head, in the order of the layers; empty without exit heads."""
     heads: Any = getattr(model, HEADS) if has_exit_heads(model) else {}
     return {int(layer): head for layer, head in heads.items()}
 
@@ -102,12 +101,12 @@ def exit_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of a model's heads by their names in its state dict and in the file."""
+    """Name in the state dict and in the file -> weight of an exit head."""
     return {f"{HEADS}.{layer}.weight": head.weight for layer, head in exit_heads_of(model).items()}  # type: ignore[misc]
 
 
 def layer_heads(anatomy: Anatomy) -> dict[int, nn.Module]:
-    """1-based layer -> module in place of the last one of the model's head; empty without exit heads.
+    """1-based layer -> module that replaces the last one of the model's head; empty without exit heads.
 
     Raises:
         FulldepthError: if the exit heads do not fit the model.
@@ -115,17 +114,17 @@ def layer_heads(anatomy: Anatomy) -> dict[int, nn.Module]:
     if not (heads := exit_heads_of(anatomy.model)):
         return {}
     check_exit_heads(anatomy)
-    module, inner, own = output_layer(anatomy)
-    if not own.weight.is_meta:
+    module, inner, output = output_layer(anatomy)
+    if not output.weight.is_meta:
         for head in heads.values():
-            head.to(own.weight.device)
+            head.to(output.weight.device)
     return {layer: HeadOfLayer(module, inner, head) if inner else head for layer, head in heads.items()}
 
 
 def check_exit_heads(*candidates: Anatomy) -> None:
     """Refuse exit heads that fit no anatomy of a model, for instance after its vocabulary was resized.
 
-    Heads fit if each layer before the last has one of the shape of the model's own output, as far as that is known.
+    Heads fit if each layer before the last has one, with the shape of the model's output layer as far as it is known.
 
     Raises:
         FulldepthError: with the reason of the first anatomy.
@@ -136,20 +135,20 @@ def check_exit_heads(*candidates: Anatomy) -> None:
 
 
 def _misfit(anatomy: Anatomy) -> str | None:
-    """Why exit heads do not fit; None if they do, or there are none."""
+    """The reason why exit heads do not fit; None if they do, or there are none."""
     model = anatomy.model
     last = anatomy.num_layers - 1
     if not has_exit_heads(model):
         return None
     heads = exit_heads_of(model)
     if list(heads) != [*range(1, last + 1)]:
-        return f"layers 1 to {last} need {HEADS}, and these are for {list(heads)}."
+        return f"expected {HEADS} of layers 1 to {last}, got those of {list(heads)}."
     if anatomy.head is None and type(model.get_output_embeddings()) is not nn.Linear:
         return None  # not searched for yet
     wanted = list(output_layer(anatomy)[2].weight.shape)
     for name, weight in _named(model).items():
         if list(weight.shape) != wanted:
-            return f"{name} is {list(weight.shape)}, and the model's own output {wanted}."
+            return f"{name} has the shape {list(weight.shape)}, the model's output layer {wanted}."
     return None
 
 
@@ -161,32 +160,36 @@ def add_exit_heads(anatomy: Anatomy, seed: int = 0) -> None:
 
     Args:
         anatomy: the model.
-        seed: of the weights, normal with the standard deviation `initializer_range` of the configuration.
+        seed: seed of the weights, which are normal with the configuration's `initializer_range` as standard deviation.
 
     Raises:
         FulldepthError: as `output_layer`; or if the model has one layer, or exit heads.
     """
-    _, _, own = output_layer(anatomy)
+    _, _, output = output_layer(anatomy)
     if has_exit_heads(anatomy.model):
         raise FulldepthError(f"This {type(anatomy.model).__name__} has exit heads already.")
-    std = getattr(anatomy.config, "initializer_range", None)
+    stated = getattr(anatomy.config, "initializer_range", None)
+    std = stated if isinstance(stated, float) else 0.02
     generator = torch.Generator().manual_seed(seed)
-    shape = own.out_features, own.in_features
-    weights = {
-        f"{HEADS}.{layer}.weight": torch.empty(shape, device="meta")
-        if own.weight.is_meta
-        else torch.randn(shape, generator=generator, device="cpu") * (std if isinstance(std, float) else 0.02)
-        for layer in range(1, anatomy.num_layers)
-    }
-    _attach(anatomy.model, weights, own.weight.device, own.weight.dtype)
+    shape = output.out_features, output.in_features
+    weights = {}
+    for layer in range(1, anatomy.num_layers):
+        if output.weight.is_meta:
+            weight = torch.empty(shape, device="meta")
+        else:
+            weight = torch.randn(shape, generator=generator, device="cpu") * std
+        weights[f"{HEADS}.{layer}.weight"] = weight
+    _attach(anatomy.model, weights, output.weight.device, output.weight.dtype)
     for weight in exit_weights(anatomy.model):
-        weight.requires_grad_(own.weight.requires_grad)
+        weight.requires_grad_(output.weight.requires_grad)
 
 
 def _attach(model: PreTrainedModel, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
-    """Make heads modules of a model, in place of those that it has; refuses a model of one layer, which has none."""
+    """Make exit heads modules of a model, in place of those that it has. Refuse a model of one layer."""
     if not weights:
-        raise FulldepthError(f"{type(model).__name__} has one layer, which keeps the model's own head.")
+        raise FulldepthError(
+            f"{type(model).__name__} has one layer, which keeps the model's own head; exit heads need two layers."
+        )
     _remove(model)
     heads = nn.ModuleDict()
     for name in sorted(weights, key=lambda name: int(name.split(".")[1])):
@@ -198,23 +201,23 @@ def _attach(model: PreTrainedModel, weights: Mapping[str, Tensor], device: torch
 
 
 def _remove(model: PreTrainedModel) -> None:
-    """Take the heads away from a model; nothing happens without any."""
+    """Remove the exit heads of a model, if it has any."""
     model._keys_to_ignore_on_save = set(model._keys_to_ignore_on_save or ()) - _named(model).keys()
     model._modules.pop(HEADS, None)
 
 
 def copy_to_exit_heads(anatomy: Anatomy) -> None:
-    """Fill the exit heads that a model has with copies of its own outputs."""
+    """Fill the exit heads of a model with copies of its output layer."""
     with torch.no_grad():
         for weight in exit_weights(anatomy.model):
             weight.copy_(output_layer(anatomy)[2].weight)
 
 
 def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
-    """Give a model with the first E layers of another the head of layer E as its own, and the heads before it.
+    """Move exit heads to a model that was cut to the first E layers: the head of layer E becomes the model's own.
 
-    Their weights are the original's tensors; the bias of the cut model's head becomes zero. Nothing
-    happens without exit heads.
+    The weights are the original's tensors; the bias of the cut model's head becomes zero. Nothing happens without
+    exit heads.
     """
     if not has_exit_heads(anatomy.model):
         return
@@ -227,38 +230,38 @@ def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
         if output.bias is not None:
             output.bias = nn.Parameter(torch.zeros_like(output.bias), requires_grad=output.bias.requires_grad)
     if last > 1:
-        kept = {name: weights[name] for name in (f"{HEADS}.{layer}.weight" for layer in range(1, last))}
-        _attach(cut.model, kept, output.weight.device, output.weight.dtype)
+        names = [f"{HEADS}.{layer}.weight" for layer in range(1, last)]
+        _attach(cut.model, {name: weights[name] for name in names}, output.weight.device, output.weight.dtype)
 
 
 def save_exit_heads(model: nn.Module, folder: str | Path, tensors: dict[str, Tensor] | None = None) -> None:
-    """Write a model's heads beside its checkpoint; nothing is written without any.
+    """Write a model's exit heads beside its checkpoint; nothing is written without any.
 
     Args:
         model: the model.
-        folder: of the checkpoint.
-        tensors: name -> weight, where the model's own are sharded; None = the model's own.
+        folder: the checkpoint's folder.
+        tensors: name -> gathered weight, for a sharded model; None = the model's parameters.
 
     Raises:
         FulldepthError: if the heads do not fit the model.
     """
-    if not (own := _named(model)):
+    if not (parameters := _named(model)):
         return
     if tensors is None:
         check_exit_heads(*anatomy_candidates(model))  # type: ignore[arg-type]
-    source: Any = tensors or own
-    stored = {name: source[name].detach().to("cpu", copy=True).contiguous() for name in own}
+    source: Any = tensors or parameters
+    stored = {name: source[name].detach().to("cpu", copy=True).contiguous() for name in parameters}
     # One entry only: safetensors writes several in random order, and equal heads must be equal files.
     save_file(stored, str(Path(folder) / EXIT_HEADS), metadata={"format": "pt"})
 
 
 def find_exit_heads(name: str | Path, revision: str | None = None) -> Path | None:
-    """The file of exit heads of a checkpoint (a folder, or a Hub name in the local cache); None without one."""
+    """Return the file of a checkpoint's exit heads (in its folder, or in the Hub's local cache); None without one."""
     return stored_file(str(name), EXIT_HEADS, revision)
 
 
 def load_exit_heads(model: PreTrainedModel, path: str | Path) -> None:
-    """Give a loaded model the heads in a file, in place of those that it has.
+    """Give a loaded model the exit heads in a file, in place of those that it has.
 
     Args:
         model: the model.
@@ -278,7 +281,7 @@ def load_exit_heads(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def restore_exit_heads(model: nn.Module, path: str | Path) -> None:
-    """Fill the heads that a model has from a file, in place, so that its optimiser keeps them.
+    """Fill the exit heads that a model has from a file, in place, so that its optimiser still updates them.
 
     Raises:
         FulldepthError: if the file is damaged, or holds other heads than the model has.
@@ -291,7 +294,7 @@ def restore_exit_heads(model: nn.Module, path: str | Path) -> None:
 
 
 def _read(path: str | Path) -> dict[str, Tensor]:
-    """Name -> finite matrix in a file."""
+    """Read a file of exit heads: name -> finite matrix."""
     path = Path(path) / EXIT_HEADS if Path(path).is_dir() else Path(path)
     with reading(path):
         stored = load_file(path)

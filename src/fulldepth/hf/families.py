@@ -57,22 +57,22 @@ class Head:
     (`mean`), the first beside the mean of the patches, `[B, 2 D]` (`first-and-mean`), the mean of the logits of all
     that are not padding (`mean-of-logits`), or by the head itself (`inside`)."""
     normed: bool = True
-    """Whether the final norm comes before pooling and head."""
+    """True if the final norm comes before pooling and head."""
     scaled_if: str | None = None
     """Attribute of the configuration; where it is true, the states are divided by the root of their width before the
     last module."""
     scale: float | None = None
     """Factor of the logits of tokens; None = `logit_scale` or `1 / logits_scaling` of the configuration, else 1."""
     capped: bool = True
-    """Whether `final_logit_softcapping` of the configuration, where it has one, caps the logits of tokens."""
+    """True if `final_logit_softcapping` of the configuration, where it has one, caps the logits of tokens."""
     leading: int = 1
     """Positions before the first patch ([CLS] and registers), for `mean-patches` and `first-and-mean`."""
     reads: Pool = "first"
-    """Of `pool="inside"`: what the head reads, `first`, `last`, `mean-patches` or `mean`."""
+    """What a head with `pool="inside"` reads: `first`, `last`, `mean-patches` or `mean`."""
 
     @property
     def feature(self) -> Pool:
-        """How a sample's feature follows from its states."""
+        """The pooling that makes a sample's feature from its states."""
         if self.pool == "mean-of-logits":
             return "mean"
         return self.reads if self.pool == "inside" else self.pool
@@ -123,18 +123,18 @@ class Family:
     """Module that mixes the residual streams before attention (Hyper-Connections), from the block. Blocks that have it
     hold several streams, `[B, T, n, D]`; measures and the final norm read their sum."""
     mlp_connection: str | None = None
-    """The same before the MLP."""
+    """Module that mixes the residual streams before the MLP."""
     calls: str | None = None
-    """For blocks that are shared between layers: attribute of the configuration with the number of layers L; call i of
-    L (from 0) runs block `i * blocks // L`."""
+    """Attribute of the configuration with the number of layers L, for blocks that layers share. Call i of L (from 0)
+    runs block `i * blocks // L`."""
     sequence_first: bool = False
-    """Whether blocks work on `[T, B, D]`."""
+    """True if blocks work on `[T, B, D]`."""
     sparse: bool = False
-    """Whether layers may lack a branch."""
+    """True if layers may lack a branch."""
     body: str | None = None
     """Path from the model to the body; None = the model's own base model."""
     tower: Tower | None = None
-    """For models of two towers or stacks: the one that this row describes. A decoder runs with the whole model."""
+    """Tower or stack that this row describes, for models with two. A decoder runs with the whole model."""
     projection: str | None = None
     """Module that maps the pooled state, after the final norm, to the space that both towers share, from the model."""
     modality: Modality = "text"
@@ -149,7 +149,7 @@ class Family:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Family:
-        """A family from settings whose keys are the names of these fields, or of `HEAD_FIELDS`.
+        """Make a family from settings whose keys are names of these fields, or of `HEAD_FIELDS`.
 
         Raises:
             FulldepthError: for an unknown field, a value of the wrong type, or when `blocks` is missing.
@@ -421,13 +421,13 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "mt5": (T5_ENCODER, T5_DECODER),
     "umt5": (T5_ENCODER, UMT5_DECODER),
 }
-"""model_type -> its rows (two for models of two towers)."""
+"""Model type -> its rows (two for models of two towers)."""
 SKIPPED = "fulldepth_skipped_"
 """Prefix of the `model_type` of a family's class without skipped parts."""
 
 
 def rows_of(model_type: str) -> tuple[Family, ...] | None:
-    """The rows of a model type, or of the family of a class without skipped parts; None if it is not in the table."""
+    """Return the rows of a model type, or of the family of a class without skipped parts; None if it is not listed."""
     rows = FAMILIES.get(model_type.removeprefix(SKIPPED))
     if rows is None or not model_type.startswith(SKIPPED):
         return rows

@@ -43,7 +43,8 @@ CONTAINER = Path("/sys/fs/cgroup")
 GIB = 1 << 30
 
 MOST_EXPANSION = 1000
-"""Most characters that the rules of a tokenizer may make of one; eight rules of eight characters make 16 million."""
+"""Most characters that a tokenizer's rules may make of one character. Eight rules that each turn one character into
+eight make 16 million."""
 MOST_CONFIG_BYTES = 16 << 20
 MOST_TOKENIZER_BYTES = 128 << 20
 MOST_NUMBER = 10**9
@@ -60,7 +61,7 @@ EDGES = ("height", "width", "shortest_edge", "longest_edge", "size", "crop_size"
 SPARE_ELEMENTS = 1 << 28
 """Elements that a model may have beyond those in its weight files: masks, position tables."""
 ELEMENTS_PER_BYTE = 4
-"""Most weights in a stored byte: quantised to two bits."""
+"""Most weights in a stored byte, reached by two-bit quantisation."""
 SPARE_MODULES = 10_000
 MODULES_PER_TENSOR = 200
 
@@ -84,7 +85,9 @@ class Weights(NamedTuple):
 
 
 def locate(where: str, name: str, revision: str | None = None) -> Path | None:
-    """The file `name` of a checkpoint folder or a Hub repository (downloaded if not in the cache); None if absent.
+    """Return the path of a file of a checkpoint folder or a Hub repository; None if absent.
+
+    A file of the Hub is downloaded unless it is in the cache.
 
     Raises:
         FulldepthError: if it is neither a regular file nor a link to one.
@@ -109,7 +112,7 @@ def locate(where: str, name: str, revision: str | None = None) -> Path | None:
 
 
 def stored_file(source: str, name: str, revision: str | None) -> Path | None:
-    """The path of a checkpoint's file: in its folder, or in the Hub's local cache; None if there is none."""
+    """Return the path of a checkpoint's file in its folder or in the Hub's local cache; None if there is none."""
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None
@@ -121,11 +124,11 @@ def stored_file(source: str, name: str, revision: str | None) -> Path | None:
 
 
 def is_folder(where: str) -> bool:
-    """Whether a checkpoint is a local folder, not a Hub name.
+    """Return True if a checkpoint is a local folder, not a Hub name.
 
     Raises:
-        FulldepthError: for a folder with a device, a pipe or a socket: a library that opens one may wait forever, or
-            end the process.
+        FulldepthError: for a folder with a device, a pipe or a socket, which could block a library forever or end the
+            process.
     """
     folder = Path(where)
     with reading(one_line(where, 200)):
@@ -138,7 +141,7 @@ def is_folder(where: str) -> bool:
 
 
 def check_config(where: str, revision: str | None = None) -> dict[str, Any]:
-    """The content of config.json after checks; empty if the Hub has none.
+    """Check a checkpoint's `config.json`. Return its content; empty if the Hub has none.
 
     Raises:
         FulldepthError: if it is not a bounded JSON object, holds a number that no model has, or names files or code
@@ -151,15 +154,18 @@ def check_config(where: str, revision: str | None = None) -> dict[str, Any]:
     check_numbers(path, config)
     for key, value in _scalars(config):
         if key.endswith("_implementation") and isinstance(value, str) and set(value) & set("/:@"):
-            raise FulldepthError(f"{path}: {one_line(key, 100)} names an external kernel, {one_line(value, 100)!r}.")
+            raise FulldepthError(
+                f"{path}: {one_line(key, 100)} names an external kernel, {one_line(value, 100)!r}, which would be "
+                "downloaded and run. Remove the entry."
+            )
     for name in ("transformers_weights", "fusion_config"):
         if config.get(name) is not None:
-            raise FulldepthError(f"{path} has the entry {name!r}, which fulldepth does not follow. Remove it.")
+            raise FulldepthError(f"{path} has the entry {name!r}, which fulldepth does not support. Remove it.")
     return config
 
 
 def check_model_files(where: str, revision: str | None = None) -> Weights:
-    """Check a model's weight files and its other files; returns the headers of the weight files.
+    """Check a model's weight files and its other files. Return a summary of the weight files.
 
     Raises:
         FulldepthError: if there is an adapter beside the model, a JSON file is damaged, the index names anything but
@@ -176,7 +182,7 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
         check_numbers(path, settings)
         for name, value in settings.items():
             ids = value if isinstance(value, list) else [value]
-            if name.endswith("_token_id") and not all(each is None or isinstance(each, int) for each in ids):
+            if name.endswith("_token_id") and not all(number is None or isinstance(number, int) for number in ids):
                 raise FulldepthError(f"{path}: {one_line(name, 60)} is {one_line(repr(value), 100)}, not a token id.")
     if locate(where, WEIGHTS, revision):
         names = [WEIGHTS]
@@ -206,7 +212,7 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
 
 
 def _indexed(path: Path) -> list[str]:
-    """Sorted names of the weight files in an index; refuses all but plain `NAME.safetensors`."""
+    """Return the sorted names of the weight files in an index. Refuse all but plain `NAME.safetensors`."""
     files = _read_object(path).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise FulldepthError(f"Cannot read {path}: it must hold the mapping `weight_map`.")
@@ -224,7 +230,7 @@ def check_stored_types(where: str, weights: Weights, model: PreTrainedModel, une
 
     Args:
         where: the checkpoint.
-        weights: from `check_model_files`.
+        weights: the summary from `check_model_files`.
         model: the loaded model, not quantised.
         unexpected: names of stored tensors that the model does not use.
 
@@ -232,12 +238,12 @@ def check_stored_types(where: str, weights: Weights, model: PreTrainedModel, une
         FulldepthError: with the name of the first such tensor. Tensors that are integers in the model, and those that
             it does not read, are accepted.
     """
-    own = dict(model.named_buffers()) | model.state_dict()
-    accepted = [*(name for name, tensor in own.items() if not tensor.is_floating_point()), *unexpected]
+    tensors = dict(model.named_buffers()) | model.state_dict()
+    accepted = [*(name for name, tensor in tensors.items() if not tensor.is_floating_point()), *unexpected]
     unread = [UNREAD, *(model._keys_to_ignore_on_load_unexpected or ())]
     for name, kind in sorted(weights.dtypes.items()):
-        same = any(f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}") for other in accepted)
-        if not (kind.startswith(("F", "BF")) or same or any(re.search(pattern, name) for pattern in unread)):
+        is_accepted = any(f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}") for other in accepted)
+        if not (kind.startswith(("F", "BF")) or is_accepted or any(re.search(pattern, name) for pattern in unread)):
             raise FulldepthError(
                 f"{one_line(name, 200)} is stored as {kind} in {where}, but {type(model).__name__} needs floating "
                 "point. The file is damaged, or the checkpoint is quantised and its config.json does not say so."
@@ -251,8 +257,8 @@ def check_tokenizer_files(where: str, revision: str | None = None) -> str | None
         The type of the model in tokenizer.json, such as `BPE`; None if it states none.
 
     Raises:
-        FulldepthError: if one is not a regular file, is too large, or is not a bounded JSON object, or the tokenizer's
-            rules make so many characters of one that encoding a text could exhaust memory.
+        FulldepthError: if a file is not regular, is too large, or is not a bounded JSON object, or the tokenizer's
+            rules expand one character to so many that encoding a text could exhaust memory.
     """
     check_config(where, revision)
     model: Any = None
@@ -261,9 +267,10 @@ def check_tokenizer_files(where: str, revision: str | None = None) -> str | None
             content = _read_object(path, MOST_TOKENIZER_BYTES)
             if name == "tokenizer.json":
                 model = content.get("model")
-                if (most := _expansion({**content, "model": None, "added_tokens": None})) > MOST_EXPANSION:
+                expansion = _expansion({**content, "model": None, "added_tokens": None})
+                if expansion > MOST_EXPANSION:
                     raise FulldepthError(
-                        f"{path}: its rules (normalizer, decoder, post_processor) may make {one_line(most, 40)} "
+                        f"{path}: its rules (normalizer, decoder, post_processor) may make {one_line(expansion, 40)} "
                         f"characters of one. Expected at most {MOST_EXPANSION:,}."
                     )
     for name in TOKENIZER_TEXTS:
@@ -275,7 +282,7 @@ def check_tokenizer_files(where: str, revision: str | None = None) -> str | None
 
 
 def _expansion(part: Any) -> int:
-    """Most characters that the rules in a part of a tokenizer may make of one: the product over all rules."""
+    """Return the most characters that a part of a tokenizer may make of one: the product over all its rules."""
     if isinstance(part, list):
         return prod(map(_expansion, part))
     if not isinstance(part, dict):
@@ -308,8 +315,8 @@ def check_processor_files(where: str, revision: str | None = None) -> None:
 
 
 def refuse_adapter(where: str, revision: str | None = None) -> None:
-    """Refuse a folder or repository with an adapter of PEFT and no model, naming the model that the adapter changes,
-    and the commands that merge them. Nothing happens without an adapter.
+    """Refuse a folder or repository that holds a PEFT adapter and no model; the error gives the commands that merge it
+    into its model. Nothing happens without an adapter.
     """
     if (path := locate(where, ADAPTER, revision)) is None:
         return
@@ -335,7 +342,7 @@ def refuse_adapter(where: str, revision: str | None = None) -> None:
 
 
 def _read_object(path: Path, most: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in a file; NaN and infinities are allowed, because transformers writes them."""
+    """Return the JSON object in a file; NaN and infinities are allowed, because transformers writes them."""
     document = read_json(path, most=most, allow_constants=True)
     if not isinstance(document, dict):
         raise FulldepthError(f"Cannot read {path}: expected a JSON object, got a {type(document).__name__}.")
@@ -343,7 +350,7 @@ def _read_object(path: Path, most: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
 
 
 def _scalars(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of every value that is not a list or mapping, with the nearest key above it."""
+    """Yield (key, value) of every value that is not a list or mapping, with the nearest key above it."""
     if isinstance(value, dict):
         for inner, item in value.items():
             yield from _scalars(item, inner)
@@ -370,9 +377,9 @@ def bounded_construction(where: str, weights: Weights) -> Iterator[None]:
     """Refuse a model, while it is built, that is far larger than its weight files.
 
     Raises:
-        FulldepthError: as soon as its parameters and buffers hold more than `ELEMENTS_PER_BYTE` elements per stored
-            byte (and `SPARE_ELEMENTS`), or its modules are more than `MODULES_PER_TENSOR` per stored tensor (and
-            `SPARE_MODULES`). transformers builds models on the meta device, so nothing is allocated by then.
+        FulldepthError: as soon as its parameters and buffers hold more than `SPARE_ELEMENTS` elements plus
+            `ELEMENTS_PER_BYTE` per stored byte, or it has more than `SPARE_MODULES` modules plus `MODULES_PER_TENSOR`
+            per stored tensor. transformers builds models on the meta device, so nothing is allocated by then.
     """
     limits = {
         "elements": weights.size * ELEMENTS_PER_BYTE + SPARE_ELEMENTS,
@@ -407,7 +414,7 @@ def bounded_construction(where: str, weights: Weights) -> Iterator[None]:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes free on a device; the file cache and what torch's allocator holds unused count as free."""
+    """Return the free bytes of a device. The file cache and unused memory of torch's allocator count as free."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
@@ -420,13 +427,13 @@ def available_memory(device: torch.device) -> int:
         return free
 
 
-def check_memory(where: str, weights: Weights, dtype: torch.dtype | str, device: torch.device) -> None:
+def check_free_memory(where: str, weights: Weights, dtype: torch.dtype | str, device: torch.device) -> None:
     """Refuse a checkpoint whose weights exceed the free memory, before any weight is read.
 
     Args:
         where: the checkpoint.
-        weights: from its headers.
-        dtype: to load it in; `auto` = the stored one.
+        weights: summary of its weight files.
+        dtype: precision to load the weights in; `auto` = as they are stored.
         device: target device; the CPU's memory is checked too, because weights are loaded through it.
 
     Raises:

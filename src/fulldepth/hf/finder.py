@@ -38,7 +38,7 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
     branch. Final norm and head are found by following the tensors of a pass (`fulldepth.execution.stream`).
 
     Args:
-        model: of a family that is not in the table.
+        model: a model of a family that is not in the table.
         tower: `text` or `vision`, to search only the model's `text_model` or `vision_model`.
 
     Raises:
@@ -52,8 +52,10 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
         body: nn.Module = body_of(model)
         fields["modality"] = "images" if model.main_input_name == "pixel_values" else "text"
     else:
-        if tower not in (*towers(model), *stacks(model)):
-            raise FulldepthError(f"{name} has no {tower} beside another tower or stack.")
+        parts = [*towers(model), *stacks(model)]
+        if tower not in parts:
+            advice = f"choose {' or '.join(parts)}" if parts else "it has a single stack, so leave tower out"
+            raise FulldepthError(f"{name} has no tower {tower}; {advice}.")
         body = _stack(model, tower) if tower in STACKS else model.get_submodule(f"{tower}_model")
         path = next(path for path, module in model.named_modules() if module is body)
         fields |= {"body": path, "tower": tower, "heads": None if tower == "decoder" else {}}
@@ -64,8 +66,8 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
     if not lists:
         children = ", ".join(f"{n} ({type(m).__name__})" for n, m in body.named_children()) or "no modules"
         raise FulldepthError(
-            f"No stack of blocks found in {name}: it holds no ModuleList, only {one_line(children)}. "
-            "Name it in the settings: anatomy.blocks=PATH."
+            f"No list of blocks was found in {name}: it holds no ModuleList, only {one_line(children)}. "
+            "Name the list in the settings: anatomy.blocks=PATH."
         )
     lists.sort(key=lambda item: (-len(item[1]), item[0].count(".")))
     return [
@@ -76,7 +78,7 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The transformers model inside adapters of PEFT (LoRA and others that change its layers), `torch.compile` and DDP.
+    """Return the transformers model inside PEFT adapters that change its layers (as LoRA), `torch.compile` and DDP.
 
     Raises:
         FulldepthError: for adapters that put prompts before the sequence, and objects without a transformers model.
@@ -88,8 +90,8 @@ def unwrapped(model: Any) -> PreTrainedModel:
         prompts = sorted(str(config.peft_type) for config in adapters.values() if config.is_prompt_learning)
         if prompts:
             raise FulldepthError(
-                f"The adapter {', '.join(prompts).removeprefix('PeftType.')} puts positions before the sequence that "
-                "no mask and no label covers; use one that changes the layers, as LoRA does."
+                f"The adapter {', '.join(prompts).removeprefix('PeftType.')} adds positions before the sequence that "
+                "no mask and no label covers; use an adapter that changes the layers, such as LoRA."
             )
         model = model.base_model.model  # PeftModel and PeftMixedModel
     if not isinstance(model, PreTrainedModel):
@@ -101,13 +103,13 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def towers(model: PreTrainedModel) -> list[str]:
-    """The towers of a model that has a text model and a vision model side by side; empty for others."""
+    """Return `text` and `vision` for a model that has a text model and a vision model; empty for others."""
     names = ["text", "vision"]
     return names if all(isinstance(getattr(model, f"{name}_model", None), nn.Module) for name in names) else []
 
 
 def stacks(model: PreTrainedModel) -> list[str]:
-    """`encoder` and `decoder`, for a model of text whose decoder reads its encoder; empty for others."""
+    """Return `encoder` and `decoder` for a model of text whose decoder reads its encoder; empty for others."""
     if not getattr(model.config, "is_encoder_decoder", False) or model.main_input_name != "input_ids":
         return []
     rows = rows_of(model.config.model_type)
@@ -119,7 +121,7 @@ def stacks(model: PreTrainedModel) -> list[str]:
 
 
 def _stack(model: PreTrainedModel, name: str) -> Any:
-    """What transformers calls a model's encoder or decoder; None where it has none."""
+    """Return the module that a model's `get_encoder` or `get_decoder` returns; None if it has none."""
     with suppress(AttributeError, NotImplementedError, TypeError):
         return getattr(model, f"get_{name}")()
     return None
@@ -130,20 +132,21 @@ def refuse_other_inputs(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False) and name.endswith("ForSequenceClassification"):
         raise FulldepthError(
-            f"{name} is an encoder-decoder that classifies: both stacks read the text, and the head the decoder's last "
-            "state. Its layers are no layers of one classifier. The tower encoder alone can be read."
+            f"{name} is an encoder-decoder that classifies: both stacks read the text, and the head reads the "
+            "decoder's last state, so neither stack is the classifier. Choose the tower encoder to read that stack "
+            "alone."
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise FulldepthError(
-            f"{name} is an encoder-decoder. fulldepth measure and Objective.attach read one stack (tower: encoder or "
-            "decoder), measure also both on rows with input + target; all else knows only DETR's decoder among these."
+            f"{name} is an encoder-decoder. Choose a stack (tower: encoder or decoder) for fulldepth measure and "
+            "Objective.attach; measure also reads both on rows with input and target. Other commands refuse it."
         )
     if model.main_input_name not in ("input_ids", "pixel_values"):
         raise FulldepthError(f"{name} reads {model.main_input_name}; fulldepth feeds text (input_ids) and images only.")
 
 
 def body_of(model: PreTrainedModel) -> nn.Module:
-    """The model without its head, by transformers' convention; the model itself where it has no such part."""
+    """Return the model without its head, by transformers' convention; the model itself if it has no such part."""
     names = [model.base_model_prefix, "model"] if "For" in type(model).__name__ else [model.base_model_prefix]
     for part in (getattr(model, name, None) for name in names if name):
         if isinstance(part, nn.Module):  # some classes give their encoder the name of the body
@@ -154,7 +157,10 @@ def body_of(model: PreTrainedModel) -> nn.Module:
 
 
 def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse: bool) -> Iterator[Family]:
-    """Every design that the names in a block allow: the first, or with `sparse` the first with the most parts."""
+    """Yield the anatomies that the names in a block allow.
+
+    The block is the first of the list, or with `sparse` the first with the most parts.
+    """
     block = max(blocks, key=lambda block: len([*block.children()])) if sparse else blocks[0]
     children = dict(block.named_children())
     dropouts = {name for name, child in children.items() if isinstance(child, nn.Dropout)}

@@ -52,9 +52,11 @@ SCALES = {
     "attention.clamp_kqv": "clip_qkv",
     "expert_weights_scale": "routed_scaling_factor",
 }
-"""The same for keys that change a model's outputs; where the option is missing, the file is refused."""
+"""Metadata key -> equivalent option, for keys that change a model's outputs. If a configuration lacks the option, the
+file is refused."""
 SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
-"""Architecture and layers of the 27B models, whose attention scale no entry states: the width of a head's share."""
+"""(architecture, number of layers) of the 27B models. Their attention is scaled by hidden size / number of heads, which
+no entry states."""
 FREQUENCIES = "rope_freqs.weight"
 FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 HEAD = "output.weight"
@@ -87,18 +89,18 @@ class Header:
 
     @property
     def architecture(self) -> str:
-        """Such as `llama`."""
+        """Name of the architecture, such as `llama`."""
         return str(self.metadata.get("general.architecture", ""))
 
     @property
     def entries(self) -> dict[str, Any]:
-        """The metadata of the architecture, without its name in front."""
+        """Metadata of the architecture, by key without the architecture's name in front."""
         prefix = f"{self.architecture}."
         return {key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)}
 
     @property
     def weights(self) -> Weights:
-        """As `check_model_files` returns it for safetensors; all tensors are floating point after dequantisation."""
+        """Summary of the weights, as of `check_model_files`. After dequantisation all tensors are floating point."""
         elements = sum(map(math.prod, self.shapes.values()))
         return Weights(dict.fromkeys(self.shapes, "F32"), self.path.stat().st_size, elements, torch.float32)
 
@@ -118,12 +120,13 @@ def read_header(path: Path) -> Header:
 
 @lru_cache(maxsize=4)
 def _read(path: Path, size: int, mtime: int) -> Header:
+    """Read a header; size and time of change are part of the cache's key."""
     with reading(path), path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
         return _Reader(path, data).header()
 
 
 class _Reader:
-    """Reads a GGUF file front to back; every count ends with the file."""
+    """Reads a GGUF file front to back. No count in the file can make it read past the end."""
 
     def __init__(self, path: Path, data: mmap) -> None:
         self.path = path
@@ -131,12 +134,13 @@ class _Reader:
         self.position = 0
 
     def header(self) -> Header:
+        """Read magic, version, metadata and the tensor table."""
         magic = self._bytes(4)
         (version,) = self._numbers("I")
         if magic != b"GGUF" or version not in (2, 3):
             raise FulldepthError(
-                f"{self.path} is no GGUF file of version 2 or 3 in little-endian order: it starts with {magic!r} and "
-                f"{version}."
+                f"{self.path} is not a GGUF file of version 2 or 3 in little-endian order: it starts with {magic!r} "
+                f"and the version {version}."
             )
         tensors, entries = self._numbers("Q", 2)
         metadata = {self._string().decode(): self._value(*self._numbers("I")) for _ in range(entries)}
@@ -161,12 +165,12 @@ class _Reader:
         shapes: Mapping[str, tuple[int, ...]],
         places: Mapping[str, tuple[int, int]],
     ) -> None:
-        """Refuse a file that ends before its tensors do, as after a download that broke off.
+        """Refuse a file that ends before its tensors do, as after an interrupted download.
 
         Args:
-            metadata: states the alignment of tensors.
-            shapes: of the tensors.
-            places: type of each tensor, and its offset from the first.
+            metadata: the metadata, which state the alignment of tensors.
+            shapes: name of each tensor -> its shape.
+            places: name of each tensor -> its type, and its offset from the first tensor in bytes.
         """
         from gguf.constants import GGML_QUANT_SIZES  # noqa: PLC0415  # an extra
 
@@ -185,22 +189,26 @@ class _Reader:
                 )
 
     def _bytes(self, count: int) -> bytes:
+        """Read this many bytes; refuse to read past the end."""
         if count > len(self.data) - self.position:
             raise FulldepthError(
-                f"{self.path} is damaged or cut short: {count:,} bytes are to follow byte {self.position:,} of "
-                f"{len(self.data):,}."
+                f"{self.path} is damaged or cut short: it states that {count:,} bytes follow byte {self.position:,}, "
+                f"but it has {len(self.data):,} bytes."
             )
         self.position += count
         return self.data[self.position - count : self.position]
 
     def _numbers(self, form: str, count: int = 1) -> tuple[Any, ...]:
+        """Read numbers of one `struct` format, little-endian."""
         form = f"<{count}{form}"
         return struct.unpack(form, self._bytes(struct.calcsize(form)))
 
     def _string(self) -> bytes:
+        """Read a string: its length, then its bytes."""
         return self._bytes(*self._numbers("Q"))
 
     def _value(self, kind: int) -> Any:
+        """Read a metadata value of a type."""
         if kind in SCALARS:
             return self._numbers(SCALARS[kind])[0]
         if kind == STRING:
@@ -211,12 +219,12 @@ class _Reader:
                 return self._numbers(SCALARS[inner], count)
             if inner == STRING:
                 return tuple(self._string() for _ in range(count))
-        raise FulldepthError(f"{self.path} is damaged: metadata of the unknown type {kind}.")
+        raise FulldepthError(f"{self.path} is damaged: it holds metadata of the unknown type {kind}.")
 
 
 @contextmanager
 def _without_absent_ids(path: Path) -> Iterator[Path]:
-    """The file, or a temporary copy of its metadata without the special tokens that are marked as absent.
+    """Yield the file, or a temporary copy of its metadata without the special tokens that are marked as absent.
 
     Converters mark a token that the vocabulary lacks with the id -1 (unsigned: 2**32 - 1), which transformers looks up.
     The copy is as long as the file, but its tensors are not stored.
@@ -229,8 +237,8 @@ def _without_absent_ids(path: Path) -> Iterator[Path]:
     with reading(path), path.open("rb") as file:
         content = file.read(header.size)
     for key in absent:
-        named = struct.pack("<Q", len(key)) + key.encode()
-        content = content.replace(named, named[:-2] + b"no", 1)  # a key that nobody reads
+        stored_key = struct.pack("<Q", len(key)) + key.encode()
+        content = content.replace(stored_key, stored_key[:-2] + b"no", 1)  # a key that nobody reads
     with TemporaryDirectory(prefix="fulldepth-") as folder:
         short = Path(folder) / path.name
         short.write_bytes(content)
@@ -240,7 +248,7 @@ def _without_absent_ids(path: Path) -> Iterator[Path]:
 
 
 def find_gguf(name: str | Path) -> Path | None:
-    """The GGUF file that a model's name refers to; None if it refers to something else.
+    """Return the GGUF file that a model's name refers to; None if it refers to something else.
 
     Args:
         name: a `.gguf` file, or a folder that holds one and no safetensors.
@@ -260,7 +268,7 @@ def find_gguf(name: str | Path) -> Path | None:
 
 
 def packaged(name: str) -> str:
-    """The checkpoint inside an installed package: `package:NAME` -> its GGUF file or safetensors folder.
+    """Return the checkpoint inside an installed package: `package:NAME` -> its GGUF file or safetensors folder.
 
     The package's code is not run. Names without the prefix `package:` are returned as they are.
 
@@ -288,6 +296,7 @@ def packaged(name: str) -> str:
 
 
 def _only_one(name: str, paths: Iterable[Path]) -> Path | None:
+    """Return the only path; None if there is none. Refuse several."""
     candidates = sorted(paths)
     if len(candidates) > 1:
         raise FulldepthError(f"{name} holds several models; name one of them: {names_of(p.name for p in candidates)}.")
@@ -295,7 +304,7 @@ def _only_one(name: str, paths: Iterable[Path]) -> Path | None:
 
 
 def load_gguf_config(path: Path) -> Any:
-    """The configuration that a GGUF file's metadata describe, with its class named in `architectures`.
+    """Return the configuration that a GGUF file's metadata describe, with its class named in `architectures`.
 
     Repeated reads are cached, because transformers takes seconds for a large vocabulary.
 
@@ -310,12 +319,13 @@ def load_gguf_config(path: Path) -> Any:
 
 @lru_cache(maxsize=4)
 def _config(path: Path, size: int, mtime: int) -> Any:
+    """Make the configuration; size and time of change are part of the cache's key."""
     header = read_header(path)
     check_numbers(path, header.entries)
     if header.architecture == "deci":
         raise FulldepthError(
             f"{path} has layers without attention or MLP (llama.cpp's architecture deci), which transformers does not "
-            "read. llama.cpp and `fulldepth skip bench` run it; elsewhere give the same model as a folder."
+            "read. llama.cpp and `fulldepth skip bench` run it; for other commands, name the folder of the same model."
         )
     with _without_absent_ids(path) as source:
         config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
@@ -329,7 +339,7 @@ def _config(path: Path, size: int, mtime: int) -> Any:
 
 
 def _apply_entries(header: Header, config: Any) -> None:
-    """Copy entries that transformers ignores into the configuration, base and width of the rotary embedding last.
+    """Copy entries that transformers ignores into the configuration; base and width of the rotary embedding last.
 
     Raises:
         FulldepthError: if it has no option for an entry that changes the model's outputs.
@@ -342,8 +352,8 @@ def _apply_entries(header: Header, config: Any) -> None:
         if value is None:
             continue
         if hasattr(config, option):
-            own = getattr(config, option)
-            if not (isinstance(own, int | float) and math.isclose(own, value, rel_tol=1e-6)):
+            current = getattr(config, option)
+            if not (isinstance(current, int | float) and math.isclose(current, value, rel_tol=1e-6)):
                 setattr(config, option, value)
         elif name in SCALES:
             raise _refused(header.path, f"{name} = {value}")
@@ -366,6 +376,7 @@ def _apply_entries(header: Header, config: Any) -> None:
 
 
 def _refused(path: Path, entry: str) -> FulldepthError:
+    """Return the error for a file with an entry that transformers ignores although it changes the outputs."""
     return FulldepthError(
         f"{path} has {one_line(entry, 100)}, which transformers does not read from GGUF files: the model would "
         "calculate something else. Use the safetensors checkpoint."
@@ -373,13 +384,13 @@ def _refused(path: Path, entry: str) -> FulldepthError:
 
 
 def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model with dequantised weights, and transformers' loading report.
+    """Load the model with dequantised weights. Return it with transformers' loading report.
 
     Args:
         path: the file.
-        config: from `load_gguf_config`.
+        config: the configuration from `load_gguf_config`.
         loader: the model's class.
-        **options: of `from_pretrained`.
+        **options: keywords of `from_pretrained`.
 
     Raises:
         FulldepthError: if the file holds scaled rotary frequencies, or weights that the model does not use.
@@ -418,7 +429,7 @@ def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tup
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
-    """The tokenizer in a GGUF file, with its chat template and special tokens.
+    """Load the tokenizer in a GGUF file, with its chat template and special tokens.
 
     Raises:
         FulldepthError: if there is none, or transformers does not know its pre-tokenizer.

@@ -1,4 +1,4 @@
-"""`Classifier`, `DetectionHeads`: a model's heads applied to the states of any layer, also where FSDP2 shards them."""
+"""`Classifier`, `DetectionHeads`: apply a model's heads to the states of any layer, also when FSDP2 shards them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fulldepth.hf.families import Pool
 
 
 def uses_fsdp(model: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to a model or a part of it."""
+    """Return True if `fully_shard` was applied to a model or a part of it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
@@ -47,7 +47,7 @@ class GatheredModule:
         self._weights = {name: w.to(torch.promote_types(w.dtype, torch.float32)) for name, w in full.items()}
 
     def __call__(self, states: Tensor) -> Tensor:
-        """The module's output for `states`."""
+        """Return the module's output for `states`."""
         weights = {name: weight.to(self._dtypes[name]) for name, weight in self._weights.items()}
         result: Tensor = functional_call(self._plain, weights, (states,))
         return result
@@ -58,18 +58,20 @@ class GatheredModule:
 
 
 class _WithoutHooks(nn.Module):
+    """Wrapper whose call runs a module's forward pass without the module's hooks."""
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, states: Tensor) -> Tensor:
-        """The module's forward pass, without the hooks that calling it would run."""
+        """Run the module's forward pass without the hooks that calling it would run."""
         result: Tensor = self.module.forward(states)
         return result
 
 
 def _gathered(parameter: nn.Parameter) -> Tensor:
-    """The unsharded parameter; the gradient of its shard is the mean over the processes."""
+    """Return the unsharded parameter; the gradient of its shard is the mean over the processes."""
     if not isinstance(parameter, DTensor):
         return parameter
     mesh = parameter.device_mesh
@@ -95,7 +97,7 @@ class Classifier:
             kind = type(anatomy.model).__name__
             raise FulldepthError(
                 f"The head of {kind} cannot be applied to its layers: no chain of modules leads from the last block to "
-                "the model's logits (a part of the head is no module)."
+                "the model's logits (part of the head is not a module)."
                 if anatomy.searches_head
                 else f"{kind} has no prediction head."
             )
@@ -109,37 +111,43 @@ class Classifier:
         self.softcap = getattr(config, "final_logit_softcapping", None) if self.head.capped else None
         multiplier = getattr(config, "logit_scale", None)
         divisor = getattr(config, "logits_scaling", None)
-        scale = float(multiplier) if multiplier is not None else 1 / float(divisor) if divisor else 1.0
-        self.scale = scale if self.head.scale is None else self.head.scale
+        if self.head.scale is not None:
+            self.scale = self.head.scale
+        elif multiplier is not None:
+            self.scale = float(multiplier)
+        else:
+            self.scale = 1 / float(divisor) if divisor else 1.0
         if self.head.scaled_if is not None and getattr(config, self.head.scaled_if, False):
             self.scale *= float(config.d_model) ** -0.5
-        if not self.per_token:  # these belong to language heads; classes of one prediction a sample have neither
+        if not self.per_token:  # scale and soft cap belong to language heads only
             self.softcap = None
             self.scale = 1.0
         self.norm: Callable[[Tensor], Tensor] | None = None
-        """In place of the final norm's module."""
+        """Function that replaces the final norm's module; None = the module."""
         self.exits: dict[int, Any] = layer_heads(anatomy) if exit_heads else {}
-        """1-based layer -> last module of its own head, in a multi-exit model."""
+        """1-based layer -> last module of its exit head, in a multi-exit model."""
 
     def at(self, layer: int) -> Self:
-        """The classifier of a 1-based layer: its own head in a multi-exit model, else (and for 0 and L) the model's."""
+        """Return the classifier of a 1-based layer: its exit head in a multi-exit model, else the model's own head."""
         if layer not in self.exits:
             return self
         return self._with(modules=[*self.modules[:-1], self.exits[layer]])
 
     def shared(self) -> Self:
-        """A classifier that reads every layer by the model's own head, also in a multi-exit model."""
+        """Return a classifier that reads every layer by the model's own head, also in a multi-exit model."""
         return self._with(exits={})
 
     def _with(self, **changes: Any) -> Self:
+        """Return a copy with other attributes."""
         changed = copy.copy(self)
         vars(changed).update(changes)
         return changed
 
     def after_forward(self) -> Self:
-        """A classifier for use between the model's forward and backward pass, with gradients.
+        """Return a classifier for use between the model's forward and backward pass, with gradients.
 
-        This object itself; for a sharded model one with this step's weights, see `GatheredModule`, which stays itself.
+        For an unsharded model this object itself is returned. For a sharded model a new one is returned that holds this
+        step's weights (`GatheredModule`); for that one the method returns it unchanged.
         """
         if not uses_fsdp(self.anatomy.model) or isinstance(self.modules[-1], GatheredModule):
             return self
@@ -152,7 +160,7 @@ class Classifier:
 
     @property
     def per_token(self) -> bool:
-        """Whether the head predicts at every position (else once a sequence)."""
+        """True if the head predicts at every position, False if once a sequence."""
         return self.head.pool == "token"
 
     @property
@@ -163,17 +171,17 @@ class Classifier:
 
     @property
     def classes(self) -> int | None:
-        """V, if the head ends in an ordinary linear layer, so that `tile` gives its logits; else None."""
+        """V, the number of logits, if the head ends in an ordinary linear layer that `tile` can split; else None."""
         last = self.modules[-1]
         if type(last) is not nn.Linear or type(last.weight) is not nn.Parameter or hasattr(last, "_hf_hook"):
             return None
         return len(last.weight) if self.device is not None else None
 
     def tile(self, classes: slice) -> Callable[[Tensor, Tensor], Tensor]:
-        """A function that gives the logits of some classes only; the head must have `classes`.
+        """Return a function that computes the logits of some classes only; `self.classes` must not be None.
 
-        It takes prepared states `[N, D']` and a flat buffer, into which the `[N, C]` logits are written as far as
-        possible. Reusing one buffer keeps the logits in cache: new memory costs a fifth of the product itself.
+        It takes prepared states `[N, D']` and a flat buffer, into which the product `[N, C]` is written. Reusing one
+        buffer keeps the logits in cache: new memory costs a fifth of the product itself.
         """
         last = self.modules[-1]
         weight = last.weight[classes]
@@ -189,60 +197,62 @@ class Classifier:
         return logits
 
     def prepare(self, states: Tensor) -> Tensor:
-        """[..., D'] input of the head's last module: the states after the final norm and the modules before it."""
+        """Return the input `[..., D']` of the head's last module: states after the norm and the modules before it."""
         return self._before_last(self._normed(states))
 
     def _normed(self, states: Tensor) -> Tensor:
+        """Apply the final norm if the head reads normed states."""
         return self.anatomy.normalise(states, self.norm) if self.head.normed else states
 
     def _before_last(self, states: Tensor) -> Tensor:
+        """Apply all modules of the head but the last."""
         for module in self.modules[:-1]:
             states = module(states)
         return states
 
     def logits(self, prepared: Tensor) -> Tensor:
-        """[..., V] logits of prepared states."""
+        """Return the logits `[..., V]` of prepared states."""
         logits: Tensor = self.modules[-1](prepared)
         return self.capped(logits)
 
     def capped(self, logits: Tensor) -> Tensor:
-        """The head's scale and soft cap, applied to the product of its last layer; a new tensor if there are any."""
+        """Apply the head's scale and soft cap to the output of its last layer; returns a new tensor if it has any."""
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def tokens(self, states: Tensor) -> Tensor:
-        """[N, V] logits of `states: [N, D]` (token heads only)."""
+        """Return the logits `[N, V]` of `states: [N, D]` (token heads only)."""
         return self.logits(self.prepare(states))
 
     def sequences(self, states: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B, C] logits of `states: [B, T, D]` with `attention_mask: [B, T]` (sequence heads only)."""
+        """Return the logits `[B, C]` of `states: [B, T, D]` with `attention_mask: [B, T]` (sequence heads only)."""
         logits = self.logits(self._before_last(self.pool(states, attention_mask)))
         return pool(logits, attention_mask, "mean") if self.head.pool == "mean-of-logits" else logits
 
     def pool(self, states: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B, D] input of a sequence head from `states: [B, T, D]`: normed, then selected or averaged.
+        """Return the input `[B, D]` of a sequence head for `states: [B, T, D]`: normed, then selected or averaged.
 
-        A norm works on single positions, so only selected ones are normed. Heads that pool inside, or average logits,
-        read all states.
+        A norm works on single positions, so only selected positions are normed. Heads that pool inside or average
+        logits read all states.
         """
         if self.head.pool in ("first", "last"):
             return self._normed(pool(states, attention_mask, self.head.pool))
         return pool(self._normed(states), attention_mask, self.head.pool, self.head.leading)
 
     def feature(self, states: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B, D] a sample's feature in the residual stream `states: [B, T, D]`: what the head selects or averages."""
+        """Return the features `[B, D]` of samples: the states that the head selects or averages in `[B, T, D]`."""
         return pool(states, attention_mask, self.head.feature, self.head.leading)
 
     def sample_mask(self, inputs: Mapping[str, Any], attention_mask: Tensor) -> Tensor:
-        """`[B, T]`, True = counts, by which a head that reads the last position finds it.
+        """Return the mask `[B, T]` (True = counts) by which a head that reads the last position finds it.
 
         Classes of transformers look for the last id that is not `pad_token_id`, whatever the attention mask says: text
         that ends with the padding token, as with GPT-2's end of text, is read before it.
 
         Args:
-            inputs: of the model.
-            attention_mask: `[B, T]`, used by all other heads, and without ids or a padding id.
+            inputs: arguments of the model's forward pass.
+            attention_mask: `[B, T]`; returned for all other heads, and without token ids or a padding id.
         """
         ids = inputs.get("input_ids")
         padding = getattr(text_config(self.anatomy.model.config), "pad_token_id", None)
@@ -252,13 +262,13 @@ class Classifier:
 
 
 def pool(states: Tensor, attention_mask: Tensor | None, way: Pool, leading: int = 1) -> Tensor:
-    """Input of a sequence head from `states: [B, T, D]`: `[B, D]`, or the states themselves for heads that pool inside.
+    """Pool `states: [B, T, D]` to the input `[B, D]` of a sequence head; unchanged for heads that pool inside.
 
     Args:
         states: after the final norm, if the head has one.
-        attention_mask: `[B, T]`, 0 = padding; None if no position is.
-        way: as in `Head.pool`.
-        leading: as in `Head.leading`.
+        attention_mask: `[B, T]`, 0 = padding; None = no padding.
+        way: the pooling, a value of `Head.pool`.
+        leading: number of positions before the first patch, see `Head.leading`.
     """
     if way == "first":
         return states[:, 0]
@@ -279,37 +289,37 @@ def pool(states: Tensor, attention_mask: Tensor | None, way: Pool, leading: int 
 class DetectionHeads:
     """Applies a detector's final norm, class head and box head to residual states of its decoder.
 
-    The last layer is read as the model does. In a DETR with `auxiliary_loss`, whose final norm also stands between
-    layers, earlier layers are read as its auxiliary losses do: with the norm once, where the last layer has it twice.
+    The last layer is read as in the model. In a DETR with `auxiliary_loss`, the final norm also stands between layers,
+    so the last layer has it twice; earlier layers have it once, as in the model's auxiliary losses.
 
     Args:
         classifier: the model's class head.
 
     Raises:
-        FulldepthError: if the model has no box head known here.
+        FulldepthError: if the model has no known box head.
     """
 
     def __init__(self, classifier: Classifier) -> None:
         anatomy: Anatomy = classifier.anatomy
         if anatomy.family.box_head is None:
-            raise FulldepthError(f"{type(anatomy.model).__name__} has no box head known here.")
+            raise FulldepthError(f"{type(anatomy.model).__name__} has no known box head.")
         self.anatomy = anatomy
         self.classifier = classifier
         self.box_head: Any = anatomy.model.get_submodule(anatomy.family.box_head)
 
     def after_forward(self) -> Self:
-        """Heads for use between the model's forward and backward pass, see `Classifier.after_forward`."""
+        """Return heads for use between the model's forward and backward pass, see `Classifier.after_forward`."""
         if uses_fsdp(self.anatomy.model):
             self.classifier = self.classifier.after_forward()
             self.box_head = GatheredModule(self.box_head)
         return self
 
     def read(self, state: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """[..., Q, C+1] logits and [..., Q, 4] boxes in [0, 1] of a layer's states `[..., Q, D]`.
+        """Return logits `[..., Q, C+1]` and boxes `[..., Q, 4]` in [0, 1] of a layer's states `[..., Q, D]`.
 
         Args:
             state: output of a decoder layer, before the final norm.
-            layer: 1..L.
+            layer: number of that layer, 1..L.
         """
         last = layer == self.anatomy.num_layers
         normed = (self.anatomy.normalise if last else self.anatomy.normalise_once)(state, self.classifier.norm)

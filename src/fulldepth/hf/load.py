@@ -34,7 +34,7 @@ from fulldepth.hf.file_checks import (
     PROCESSOR_FILES,
     bounded_construction,
     check_config,
-    check_memory,
+    check_free_memory,
     check_model_files,
     check_processor_files,
     check_stored_types,
@@ -62,21 +62,21 @@ class Checkpoint:
     revision: str | None = None
     warnings: tuple[str, ...] = ()
     fresh: frozenset[str] = frozenset()
-    """Names of weights that the checkpoint lacks and that `may_lack` allowed; they are random."""
+    """Names of weights that the checkpoint lacks and `may_lack` allows; they are random."""
 
     @property
     def config_hash(self) -> str:
         """sha256 of the configuration's canonical JSON, without precision, class and version."""
 
         def lasting(entries: dict[str, Any]) -> dict[str, Any]:
-            kept = entries.keys() - {"dtype", "architectures", "transformers_version"}
-            return {k: lasting(v) if isinstance(v := entries[k], dict) else v for k in kept}
+            names = entries.keys() - {"dtype", "architectures", "transformers_version"}
+            return {name: lasting(v) if isinstance(v := entries[name], dict) else v for name in names}
 
         document = json.dumps(lasting(self.model.config.to_diff_dict()), sort_keys=True, default=str)
         return "sha256:" + hashlib.sha256(document.encode()).hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """Entries of the model in `results.json`."""
+        """Return the model's entries in `results.json`."""
         return {
             "name": self.name,
             "class": type(self.model).__name__,
@@ -89,14 +89,14 @@ class Checkpoint:
         """Refuse NaN or infinite weights.
 
         Raises:
-            FulldepthError: with the name of the first (`first_broken_weight`).
+            FulldepthError: with the name of the first such weight (`first_broken_weight`).
         """
         if broken := first_broken_weight(self.model):
             raise FulldepthError(f"{self.name} has NaN or infinite weights (first: {broken}).")
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The named device; for None the first accelerator, else the CPU.
+    """Return the named device; for None the first accelerator, else the CPU.
 
     Raises:
         FulldepthError: if the name is invalid, or the device cannot be used or has no float64 (Apple's MPS).
@@ -123,7 +123,7 @@ def _check_float64(device: torch.device) -> None:
 
 
 def pick_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
-    """`auto` (the checkpoint's own) or a torch dtype."""
+    """Return `auto` (the checkpoint's own precision) or a torch dtype."""
     if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
         return dtype or "auto"
     if dtype not in DTYPES:
@@ -135,8 +135,8 @@ def _check_is_name(model: object) -> None:
     """Refuse an object that is neither a folder nor a name, such as a model inside a wrapper."""
     if not isinstance(model, str | Path):
         raise FulldepthError(
-            f"{type(model).__name__} is neither a transformers model nor the name of one. Of a wrapper pass the model "
-            "inside; of a model with an adapter the merged one: model.merge_and_unload()."
+            f"{type(model).__name__} is neither a transformers model nor the name of one. Pass the model inside a "
+            "wrapper, or merge the adapter of a model first: model.merge_and_unload()."
         )
 
 
@@ -155,7 +155,7 @@ def load_checkpoint(
     """Load a model in evaluation mode, from a local folder or by its Hub name.
 
     Args:
-        name: folder with `config.json` and `*.safetensors`, a GGUF file (or a folder with one), a Hub name, or
+        name: a folder with `config.json` and `*.safetensors`, a GGUF file (or a folder with one), a Hub name, or
             `package:NAME` for the checkpoint in an installed package.
         dtype: `auto` keeps the checkpoint's own precision.
         device: where to put the model; the first accelerator unless named. Ignored with `device_map`.
@@ -164,7 +164,7 @@ def load_checkpoint(
         trust_remote_code: run modelling code that the checkpoint carries.
         model_class: class to load; None = the one that the checkpoint's `config.json` names.
         config: configuration for `model_class`; None = the checkpoint's.
-        may_lack: (model, weight's name) -> whether it may be missing or have another shape; None = no weight may.
+        may_lack: (model, weight's name) -> True if it may be missing or have another shape; None = no weight may.
 
     Raises:
         FulldepthError: if the checkpoint has no safetensors weights, is broken, or lacks weights that the model needs,
@@ -185,8 +185,8 @@ def load_checkpoint(
         check_config(where, revision)
     weights = check_model_files(where, revision) if gguf is None else read_header(gguf).weights
     if target is not None and getattr(config, "quantization_config", None) is None:
-        own = getattr(config, "dtype", None) or "auto"  # of the configuration, which `auto` follows
-        check_memory(where, weights, own if options["dtype"] == "auto" else options["dtype"], target)
+        stated_dtype = getattr(config, "dtype", None) or "auto"  # `auto` loads the dtype of the configuration
+        check_free_memory(where, weights, stated_dtype if options["dtype"] == "auto" else options["dtype"], target)
     model: Any
     with _plain_errors(where):
         loader = model_class or _model_class(where, config, trust_remote_code)
@@ -233,7 +233,7 @@ def load_checkpoint(
 
 
 def load_config(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The configuration of a checkpoint.
+    """Load the configuration of a checkpoint.
 
     Raises:
         FulldepthError: if it is missing or damaged, or holds numbers that no model has.
@@ -248,7 +248,7 @@ def load_config(name: str | Path, *, revision: str | None = None, trust_remote_c
 
 
 def depth_of(name: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> int | None:
-    """Number of layers that a checkpoint's configuration states; None if it states none.
+    """Return the number of layers that a checkpoint's configuration states; None if it states none.
 
     Raises:
         FulldepthError: as `load_config`.
@@ -259,10 +259,10 @@ def depth_of(name: str | Path, revision: str | None = None, trust_remote_code: b
 
 
 def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer saved with a checkpoint.
+    """Load the tokenizer saved with a checkpoint.
 
-    For some model types transformers takes a class of its own, whose model may be of another type than the one in
-    tokenizer.json and then has none of its tokens; the file itself is loaded instead.
+    For some model types transformers chooses a tokenizer class whose model is of another type than the one in
+    tokenizer.json, so that it would have none of its tokens. The file itself is then loaded.
 
     Raises:
         FulldepthError: if there is none, or its files are damaged.
@@ -286,14 +286,16 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
         special = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}  # damaged files may load and fail here
     for name, number in special.items():
         if number is not None and not isinstance(number, int):
-            raise FulldepthError(f"Cannot load a tokenizer from {where}: {name} is {one_line(repr(number), 60)}.")
+            raise FulldepthError(
+                f"Cannot load a tokenizer from {where}: {name} is {one_line(repr(number), 60)}, not a whole number."
+            )
     return tokenizer
 
 
 def load_processor(
     name: str | Path, config: Any, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """The image processor saved with a checkpoint; without one, a plain processor for the configuration's image size.
+    """Load the image processor saved with a checkpoint; without one, a plain processor for the model's image size.
 
     Raises:
         FulldepthError: if its files are damaged.
@@ -313,7 +315,7 @@ def load_processor(
 
 
 def _model_class(where: str, config: Any, trust_remote_code: bool) -> Any:
-    """The class that the checkpoint was saved from."""
+    """Return the model class that the checkpoint was saved from."""
     names = getattr(config, "architectures", None)
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str):
@@ -347,15 +349,15 @@ def _check_folder(where: str) -> None:
     if not (folder / "config.json").is_file():
         refuse_adapter(where)
         holds = ", ".join(files[:8]) or "nothing"
-        raise FulldepthError(f"{where} has no config.json, so it is no checkpoint; it holds {holds}.")
+        raise FulldepthError(f"{where} has no config.json, so it is not a checkpoint; it holds {holds}.")
     if not any(name.endswith(".safetensors") for name in files):
         pickles = [name for name in files if name.endswith(PICKLES)]
-        found = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "no weights at all"
-        raise FulldepthError(f"{where} has {found}; expected *.safetensors. Convert with save_pretrained first.")
+        content = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "no weights at all"
+        raise FulldepthError(f"{where} has {content}; expected *.safetensors. Convert with save_pretrained first.")
 
 
 def _check_name(where: str, expected: str) -> None:
-    """Refuse what is neither a folder or file here nor a name that the Hub could have."""
+    """Refuse a name that is neither an existing path nor valid on the Hub."""
     if not is_folder(where) and not Path(where).exists():
         try:
             validate_repo_id(where)
@@ -387,14 +389,14 @@ def _plain_errors(where: str, kind: str = "model") -> Iterator[None]:
 
 
 def open_model(model: str | Path | PreTrainedModel, *, exit_heads: bool = False, **options: Any) -> Checkpoint:
-    """The model as passed in, or loaded.
+    """Return the model that was passed in, or load it.
 
     Args:
-        model: a loaded model, a checkpoint folder or a Hub name. Of the folder of a training run the last complete
+        model: a loaded model, a checkpoint folder or a Hub name. For the folder of a training run the last complete
             checkpoint is loaded, and a warning says which.
-        exit_heads: also load the heads of a multi-exit checkpoint, by which each layer is read; else a warning says
-            that they are not read.
-        **options: of `load_checkpoint`.
+        exit_heads: also load the exit heads of a multi-exit checkpoint, by which each layer is read; else a warning
+            says that they are not read.
+        **options: keywords of `load_checkpoint`.
 
     Raises:
         FulldepthError: as `load_checkpoint`; if a model is passed in on MPS.
@@ -415,7 +417,7 @@ def open_model(model: str | Path | PreTrainedModel, *, exit_heads: bool = False,
         load_exit_heads(checkpoint.model, path)
     elif path is not None:
         warnings.append(
-            f"The heads of single layers ({EXIT_HEADS}) are not used here: the model is read by its own head alone."
+            f"The exit heads ({EXIT_HEADS}) are not used here: every layer is read by the model's own head."
         )
     return replace(checkpoint, warnings=tuple(warnings))
 
@@ -423,16 +425,16 @@ def open_model(model: str | Path | PreTrainedModel, *, exit_heads: bool = False,
 def open_tokenizer(
     checkpoint: Checkpoint, tokenizer: Any = None, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """The tokenizer as passed in, the one that is named, or the one saved with a checkpoint or beside it.
+    """Return the tokenizer that was passed in, or load the one that is named, or that is saved with a checkpoint.
 
     Args:
         checkpoint: the model.
         tokenizer: a tokenizer, its folder or Hub name; None = the checkpoint's own.
-        revision: of a model on the Hub.
+        revision: branch, tag or commit of a model on the Hub.
         trust_remote_code: whether code of the checkpoint may run.
 
     Raises:
-        FulldepthError: if there is none, or the model was passed in without having been loaded from anywhere.
+        FulldepthError: if there is none, or the model was passed in and not loaded from a checkpoint.
     """
     if isinstance(tokenizer, str | Path):
         return load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
@@ -443,12 +445,12 @@ def open_tokenizer(
         raise FulldepthError(f"{checkpoint.name} holds no tokenizer, nor does its parent; name one with --tokenizer.")
     origin = checkpoint.model.name_or_path
     if source == checkpoint.name and not (isinstance(origin, str) and origin):
-        raise FulldepthError("A model that is passed in needs its tokenizer: pass tokenizer=... too.")
+        raise FulldepthError("A model that is passed in needs its tokenizer: also pass tokenizer=...")
     return load_tokenizer(source, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def find_tokenizer(name: str | Path) -> str | None:
-    """Where the tokenizer of a checkpoint is: in it, one folder above, or in `tokenizer` beside it.
+    """Return the place of a checkpoint's tokenizer: in it, one folder above, or in `tokenizer` beside it.
 
     A Hub name is returned unchanged; None = a folder without a tokenizer.
     """

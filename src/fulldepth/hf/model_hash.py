@@ -17,7 +17,7 @@ CHUNK = 2**22
 
 
 def model_hash(model: nn.Module) -> str:
-    """`sha256:...` of the weights that `save_pretrained` would write: equal for the same saved weights.
+    """Return `sha256:...` of the weights that `save_pretrained` would write: equal for the same saved weights.
 
     Covers all parameters and persistent buffers by their names in memory: name, shape, type, sha256 of the values
     (row-major, little-endian). Floating-point values are hashed as float32, or as float64 where float32 cannot hold
@@ -26,7 +26,7 @@ def model_hash(model: nn.Module) -> str:
     frequencies) do not matter. Offloaded weights are read one at a time.
 
     Args:
-        model: as loaded; while blocks are skipped in place its names differ.
+        model: a loaded model; while blocks are skipped in place its names differ.
 
     Raises:
         FulldepthError: if weights are on no device (`meta`) and offloaded nowhere.
@@ -54,7 +54,7 @@ def model_hash(model: nn.Module) -> str:
 
 
 def equal(first: Any, second: Any) -> bool:
-    """Whether two values are tensors of the same shape, dtype and values."""
+    """Return True if two values are tensors of the same shape, dtype and values."""
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
         return False
     if first.shape != second.shape or first.dtype != second.dtype:
@@ -64,7 +64,7 @@ def equal(first: Any, second: Any) -> bool:
 
 
 def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors of a weight: itself, or the parts of a quantised one."""
+    """Yield the plain tensors of a weight: itself, or the parts of a quantised one."""
     if hasattr(value, "__tensor_flatten__"):
         for inner in sorted(value.__tensor_flatten__()[0]):
             yield from _plain_tensors(f"{name}.{inner}", getattr(value, inner))
@@ -76,7 +76,7 @@ def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(tensor: Tensor) -> tuple[str, bytes]:
-    """The type in which values are hashed, and the sha256 of their bytes."""
+    """Return the type in which values are hashed, and the sha256 of their bytes."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     kind = tensor.dtype

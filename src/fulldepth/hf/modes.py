@@ -1,4 +1,4 @@
-"""States of a model inside `with`: evaluation mode, frozen weights, offloaded weights in memory; a silent library."""
+"""Context managers around a model: evaluation mode, frozen weights, offloaded weights in memory, a silent library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fulldepth.core.errors import FulldepthError
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside `with`; on leaving, the mode of every module is restored."""
+    """Set evaluation mode inside `with`; on leaving, the mode of every module is restored."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -27,7 +27,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter requires a gradient inside `with`; on leaving, `requires_grad` is restored."""
+    """Let no parameter require a gradient inside `with`; on leaving, `requires_grad` is restored."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -54,12 +54,12 @@ def silent(level: int = logging.CRITICAL) -> Iterator[None]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's inputs: that of its first loaded weights."""
+    """Return the device of a model's inputs: that of its first loaded weights."""
     return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether accelerate loads some weights only while their module runs."""
+    """Return True if accelerate loads some weights only while their module runs."""
     return any(parameter.device.type == "meta" for parameter in model.parameters())
 
 
@@ -87,11 +87,11 @@ def in_memory(module: nn.Module) -> Iterator[None]:
 
 
 def loaded_weight(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """A parameter or buffer of a model, read from memory or disk if it is offloaded.
+    """Return a parameter or buffer of a model, read from memory or disk if it is offloaded.
 
     Args:
-        model: as loaded, possibly with a device map.
-        name: of the tensor in the model's state dict.
+        model: a loaded model, possibly with a device map.
+        name: the tensor's name in the model's state dict.
         tensor: the entry of the state dict; on the device `meta` if it is offloaded.
 
     Raises:

@@ -27,11 +27,11 @@ from fulldepth.hf.surgery import first_input
 OFFSETS = (0.0, 1.0)
 """Numbers that families add to a weight before they use it: none, or 1 as Gemma's norms do."""
 INVARIANT = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
-"""Largest relative change accepted where a stream of half the scale must change nothing. A factor of 2 rounds nothing,
-so that only the norms' eps is left, below 1e-4 for a stream of size 1; a gated MLP without a norm misses by 0.1."""
+"""Largest relative change accepted where halving the stream must change nothing. A factor of 2 causes no rounding, so
+only the norms' eps has an effect, below 1e-4 for a stream of size 1. A gated MLP without a norm differs by 0.1."""
 PROBE = 0.02
-"""Standard deviation of the values that stand in for a branch's own while its output weights are sought: its own may be
-zero, as biases are at the start, and would then hide the weights behind them."""
+"""Standard deviation of the random values that replace a branch's weights while its output weights are searched. The
+weights themselves may be zero, as biases are at the start, and would hide the weights behind them."""
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a module."""
 
@@ -47,19 +47,19 @@ class OutputWeights:
     """The number that the family adds to these parameters before it uses them."""
 
     def times(self, factor: float) -> dict[str, Tensor]:
-        """Name -> value with which the branch gives `factor` times its output, in the parameter's own type."""
+        """Name -> value with which the branch returns `factor` times its output, in the parameter's own type."""
         return {name: self.multiplied(self.branch.get_parameter(name), factor) for name in self.names}
 
     def multiplied(self, weight: Tensor, factor: float) -> Tensor:
-        """The same for one of these parameters; the parameter itself does not change."""
+        """Return the value of one of these parameters for `factor` times the output; the parameter does not change."""
         weight = weight.detach()
-        if factor == 0.0:  # 0 times a weight would be -0 for negative ones
+        if factor == 0.0:  # 0 times a negative weight would be -0
             return torch.full_like(weight, -self.offset)
-        values = torch.empty_like(weight)
+        scaled = torch.empty_like(weight)
         parts = weight if weight.ndim > 2 else weight[None]  # one expert at a time, to save memory in float64
-        for part, own in zip(values.view_as(parts), parts, strict=True):
-            part.copy_((own.double() + self.offset) * factor - self.offset)
-        return values
+        for target, part in zip(scaled.view_as(parts), parts, strict=True):
+            target.copy_((part.double() + self.offset) * factor - self.offset)
+        return scaled
 
 
 def find_output_weights(
@@ -67,10 +67,10 @@ def find_output_weights(
 ) -> dict[tuple[int, str], OutputWeights]:
     """Find the output weights of branches by running them.
 
-    All parameters of a branch are set to zero; then one after the other gets random values, in the order of their
-    modules' calls, if the output stays exactly 0. Those still zero are a minimal set, nearest to the output. Experts in
-    a list count as one. Branches of the same modules and parameter names have the same output weights, so one of each
-    kind is run.
+    All parameters of a branch are set to zero. Then, in the order of their modules' calls, each gets random values and
+    keeps them if the output stays exactly 0. Those still zero at the end are a minimal set, nearest to the output.
+    Experts in a list count as one. Branches of the same modules and parameter names have the same output weights, so
+    one branch of each kind is run.
 
     Args:
         anatomy: the model.
@@ -96,7 +96,7 @@ def find_output_weights(
                 )
         kind = type(branch), *(name for name, _ in branch.named_parameters())
         kinds.setdefault(kind, {})[layer, role] = branch
-    found: dict[tuple[int, str], OutputWeights] = {}
+    output_weights: dict[tuple[int, str], OutputWeights] = {}
     firsts = [next(iter(alike.values())) for alike in kinds.values()]
     with evaluating(anatomy.model):
         calls = _record(anatomy, firsts, ids) if firsts else {}
@@ -104,12 +104,12 @@ def find_output_weights(
             layer, role = next(iter(alike))
             with in_memory(first):
                 weights = _find(first, calls[first], f"the {role} of layer {layer}")
-            found |= {key: OutputWeights(branch, *weights) for key, branch in alike.items()}
-    return found
+            output_weights |= {key: OutputWeights(branch, *weights) for key, branch in alike.items()}
+    return output_weights
 
 
 def scale_obstacle(anatomy: Anatomy, ids: Tensor) -> str | None:
-    """The reason why the residual stream of a model cannot be kept at another scale; None where it can.
+    """Return the reason why the residual stream of a model cannot be kept at another scale; None if it can.
 
     One block of each kind is run on half the stream with halved output weights: the outputs of its branches and of the
     block must be half of the original ones, and the output of the final norm must be the same.
@@ -130,34 +130,36 @@ def scale_obstacle(anatomy: Anatomy, ids: Tensor) -> str | None:
         calls = _record(anatomy, [anatomy.blocks[layer - 1] for layer in layers], ids)
         for layer in layers:
             block = anatomy.blocks[layer - 1]
-            own = {role: weights[layer, role] for role in ROLES if (layer, role) in weights}
+            branches = {role: weights[layer, role] for role in ROLES if (layer, role) in weights}
             with in_memory(block):
-                reason = _block_obstacle(block, own, calls[block])
+                reason = _block_obstacle(block, branches, calls[block])
             if reason:
                 return reason
         norm = anatomy.final_norm
         if norm is None:
-            return "it has no final norm to take the last factor out"
+            return "it has no final norm, which removes the last factor"
         with in_memory(norm), torch.no_grad():
             stream = _unit(first_input(*calls[block]))
             stream = stream.to(next(norm.parameters(), stream).device)
-            return None if _is_same(norm(stream / 2), norm(stream)) else "its final norm sees the scale of the stream"
+            if _is_same(norm(stream / 2), norm(stream)):
+                return None
+            return "the output of its final norm depends on the scale of the stream"
 
 
 def _block_obstacle(block: nn.Module, weights: Mapping[str, OutputWeights], call: _Call) -> str | None:
-    """The reason why a block's output does not follow the scale of its stream."""
+    """Return the reason why a block's output does not follow the scale of its stream; None if it does."""
     paths = {module: path for path, module in block.named_modules()}
     halves = {
-        f"{paths[own.branch]}.{name}".removeprefix("."): value
-        for own in weights.values()
-        for name, value in own.times(0.5).items()
+        f"{paths[output.branch]}.{name}".removeprefix("."): value
+        for output in weights.values()
+        for name, value in output.times(0.5).items()
     }
     full = _run_block(block, {}, weights, call, 1.0)
     half = _run_block(block, halves, weights, call, 0.5)
     for role in weights:
         if not _is_same(2 * half[role], full[role]):
             name = "MLP" if role == "mlp" else role
-            return f"its {name} sees the scale of the stream, which folding changes"
+            return f"the output of its {name} depends on the scale of the stream, which folding changes"
     if not _is_same(2 * half["block"], full["block"]):
         return "its blocks add something to the stream that does not follow the scale of their branches"
     return None
@@ -166,33 +168,34 @@ def _block_obstacle(block: nn.Module, weights: Mapping[str, OutputWeights], call
 def _run_block(
     block: nn.Module, values: Mapping[str, Tensor], weights: Mapping[str, OutputWeights], call: _Call, scale: float
 ) -> dict[str, Tensor]:
-    """Outputs of a block and its branches for a stream of this scale, with `values` for some parameters."""
+    """Return the outputs of a block and its branches for a stream of this scale, with `values` for some parameters."""
     outputs: dict[str, Tensor] = {}
 
     def keep(role: str, module: nn.Module, inputs: Any, output: Any) -> None:
         outputs[role] = _tensor(output)
 
     with ExitStack() as hooks:
-        for role, own in weights.items():
-            hooks.callback(own.branch.register_forward_hook(partial(keep, role)).remove)
+        for role, output in weights.items():
+            hooks.callback(output.branch.register_forward_hook(partial(keep, role)).remove)
         outputs["block"] = _output(block, values, _with_stream(call, scale * _unit(first_input(*call))))
     return outputs
 
 
 def _unit(stream: Tensor) -> Tensor:
-    """[..., D] every position at root mean square 1."""
+    """Return the stream `[..., D]`, scaled so that every position has root mean square 1."""
     wide = stream.float()
     return (wide / wide.pow(2).mean(-1, keepdim=True).sqrt().clamp(min=1e-12)).to(stream.dtype)
 
 
-def _is_same(got: Tensor, expected: Tensor) -> bool:
-    error = (got.double() - expected.double()).abs().max()
+def _is_same(actual: Tensor, expected: Tensor) -> bool:
+    """Return True if two outputs are equal up to rounding and the eps of norms."""
+    error = (actual.double() - expected.double()).abs().max()
     return bool(error <= INVARIANT.get(expected.dtype, 1e-3) * expected.double().abs().max())
 
 
 @torch.no_grad()
 def _record(anatomy: Anatomy, modules: Iterable[nn.Module], ids: Tensor) -> dict[nn.Module, _Call]:
-    """The arguments of modules in one pass without padding."""
+    """Return the arguments of modules in one forward pass without padding."""
     calls: dict[nn.Module, _Call] = {}
 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -205,15 +208,17 @@ def _record(anatomy: Anatomy, modules: Iterable[nn.Module], ids: Tensor) -> dict
         ids = ids.to(device_of(anatomy.model))
         anatomy.body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     if missing := [type(module).__name__ for module in modules if module not in calls]:
-        raise FulldepthError(f"A {missing[0]} of {type(anatomy.model).__name__} does not run on a text.")
+        raise FulldepthError(
+            f"{type(anatomy.model).__name__} does not call its {missing[0]} for text, so its weights cannot be tested."
+        )
     return calls
 
 
 def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], float]:
-    """Names and offset of a branch's output weights."""
+    """Return names and offset of a branch's output weights."""
     generator = torch.Generator().manual_seed(0)
     returned = {path: -1 for path, _ in branch.named_modules()}
-    """When the last call of each module returns; -1 for modules that are not called."""
+    """Path of each module -> rank of the return of its last call; -1 for modules that are not called."""
     calls = count()
 
     def keep(path: str, *_: Any) -> None:
@@ -230,14 +235,14 @@ def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], 
         groups.setdefault(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), []).append(name)
 
     def put(values: dict[str, Tensor], names: Iterable[str], offset: float | None) -> None:
-        """Give parameters zeros, or random values for None. One value of each is held at a time, to save memory."""
+        """Set parameters to zero, or to random values if `offset` is None. One is held at a time, to save memory."""
         for name in names:
-            own = branch.get_parameter(name)
+            parameter = branch.get_parameter(name)
             values.pop(name, None)
             if offset is None:
-                values[name] = torch.randn(own.shape, generator=generator).mul_(PROBE).to(own)
+                values[name] = torch.randn(parameter.shape, generator=generator).mul_(PROBE).to(parameter)
             else:
-                values[name] = torch.full_like(own, -offset)
+                values[name] = torch.full_like(parameter, -offset)
 
     for offset in OFFSETS:
         values: dict[str, Tensor] = {}
@@ -252,22 +257,23 @@ def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], 
                 needed += names
         return tuple(needed), offset
     raise FulldepthError(
-        f"No weights make {where} add nothing, so it cannot be removed by zeros: its weights are quantised, or its "
-        "output is not linear in any of them."
+        f"The output of {where} cannot be set to zero by its weights: they are quantised, or the output is not linear "
+        "in any of them."
     )
 
 
 @torch.no_grad()
 def _output(module: nn.Module, values: Mapping[str, Tensor], call: _Call) -> Tensor:
-    """The output of a call with these values for some parameters."""
+    """Return the output of a call with these values for some parameters."""
     return _tensor(functional_call(module, dict(values), *call))
 
 
 def _with_stream(call: _Call, stream: Tensor) -> _Call:
-    """The call with another first input."""
+    """Return the call with another first input."""
     args, kwargs = call
     return ((stream, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stream})
 
 
 def _tensor(output: Any) -> Tensor:
+    """Return a module's output without what it returns beside the states."""
     return output[0] if isinstance(output, tuple) else output

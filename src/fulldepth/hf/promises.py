@@ -1,4 +1,4 @@
-"""Entries of a configuration that promise layers which transformers does not load and exports do not hold."""
+"""Configuration entries that announce layers which transformers does not load and exports do not hold."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from transformers import PreTrainedConfig
 
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Numbers of further layers that predict more than the next token, by the names that families use."""
+"""Entries with the number of further layers that predict more than the next token, as families name them."""
 MARKS = ("mtp", "nextn")
-"""Parts of the names of their weights."""
+"""Parts of the names of such layers' weights."""
 
 
 def withdraw_promises(config: PreTrainedConfig, weights: Iterable[str]) -> list[str]:
     """Set the number of layers for multi-token prediction to 0 where a model holds none, in place.
 
     Args:
-        config: of the model to write; its parts are settled, too.
+        config: configuration of the model to write; its parts are changed, too.
         weights: names of the model's weights.
 
     Returns:

@@ -20,7 +20,7 @@ CARD = "README.md"
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A model card: metadata that the Hub reads, then a text in Markdown."""
+    """A model card: metadata for the Hub, then a text in Markdown."""
 
     title: str
     method: str
@@ -30,7 +30,7 @@ class ModelCard:
     loading: str
     """Python code that loads the model."""
     source: str | None = None
-    """Folder or Hub name of the model that this one was made from; its licence is passed on."""
+    """Folder or Hub name of the model that this one was made from; the card states its licence."""
     tags: Iterable[str] = ()
     notes: Iterable[str] = field(default=())
     """Closing remarks, one paragraph or list each."""
@@ -42,7 +42,7 @@ class ModelCard:
         (folder / CARD).write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:
-        """The file's text: YAML metadata between two lines of dashes, then Markdown."""
+        """Return the file's text: YAML metadata between two lines of dashes, then Markdown."""
         metadata = ModelCardData(
             library_name="transformers",
             pipeline_tag=self.pipeline,
@@ -58,7 +58,7 @@ class ModelCard:
 
 
 def _inherited(source: str | None) -> dict[str, Any]:
-    """Metadata that follows from the original: its Hub name, and the licence and languages that it states."""
+    """Return metadata that follow from the original: its Hub name, and the licence and languages that it states."""
     if source is None:
         return {}
     try:
@@ -75,7 +75,7 @@ def _inherited(source: str | None) -> dict[str, Any]:
         else:
             validate_repo_id(source)  # a ValueError for other names
             return {"base_model": source} if source.count("/") == 1 and not Path(source).exists() else {}
-    except (FulldepthError, ValueError, OSError, yaml.YAMLError):  # gone since it was loaded, or damaged
+    except (FulldepthError, ValueError, OSError, yaml.YAMLError):  # removed since it was loaded, or damaged
         return {}
     entries: dict[str, Any] = {}
     if isinstance(license_name, str) and license_name:

@@ -34,7 +34,7 @@ class SealDocument(pydantic.BaseModel):
 
 
 def find_checkpoints(run: str | Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every complete `checkpoint-N` in a run's folder, by step; empty for a single checkpoint.
+    """Return (step, folder) of every complete `checkpoint-N` in a run's folder, by step; empty for a single checkpoint.
 
     If no checkpoint has a seal, as in runs of other programs, every one with a configuration counts as complete. A
     final model at the root of the folder is not included.
@@ -45,24 +45,24 @@ def find_checkpoints(run: str | Path) -> list[tuple[int, Path]]:
 
 
 def sealed_checkpoints(run: str | Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every sealed checkpoint of a run, by step."""
+    """Return (step, folder) of every sealed checkpoint of a run, by step."""
     return sorted((step, path) for step, path in _numbered(Path(run)) if is_sealed(path))
 
 
 def checkpoint_of(name: str | Path) -> str:
-    """The name itself; for the folder of a run without a final model, its last complete checkpoint."""
+    """Return the last complete checkpoint of a run's folder without a final model; any other name unchanged."""
     checkpoints = [] if (Path(name) / "config.json").is_file() else find_checkpoints(name)
     return str(checkpoints[-1][1]) if checkpoints else str(name)
 
 
 def has_weights(checkpoint: str | Path) -> bool:
-    """Whether a folder holds a model: a configuration and safetensors."""
+    """Return True if a folder holds a model: a configuration and safetensors."""
     folder = Path(checkpoint)
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 def is_renamed(model: nn.Module, checkpoint: str | Path) -> bool:
-    """Whether a checkpoint's files lack the name of a weight: transformers saves some classes under other names."""
+    """Return True if a checkpoint's files lack the name of a weight, because transformers renames it when saving."""
     stored: set[str] = set()
     for path in Path(checkpoint).glob("*.safetensors"):
         with reading(path), safe_open(path, framework="pt") as file:
@@ -74,7 +74,7 @@ def is_renamed(model: nn.Module, checkpoint: str | Path) -> bool:
 
 
 def trained_steps(checkpoint: str | Path) -> int | None:
-    """The optimiser step in a model's `trainer_state.json`; None where there is none."""
+    """Return the optimiser step in a model's `trainer_state.json`; None if there is none."""
     try:
         state = read_json(Path(checkpoint) / "trainer_state.json", allow_constants=True)  # a logged loss may be NaN
     except FulldepthError:
@@ -107,7 +107,7 @@ def seal(checkpoint: str | Path, notes: dict[str, Any] | None = None) -> None:
 
 
 def is_sealed(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint has a seal and every file has the size stated there."""
+    """Return True if a checkpoint has a seal and every file has the size stated there."""
     folder = Path(checkpoint)
     try:
         expected = read_document(folder / SEAL, SealDocument).files
@@ -118,7 +118,7 @@ def is_sealed(checkpoint: str | Path) -> bool:
 
 
 def notes_of(checkpoint: str | Path) -> dict[str, Any]:
-    """The run's notes in the seal.
+    """Return the run's notes in the seal.
 
     Raises:
         FulldepthError: if the seal cannot be read, or a file has changed since.
@@ -135,7 +135,7 @@ def settle_checkpoints(run: str | Path) -> list[Path]:
     """Remove or rename the incomplete checkpoints of an interrupted run, before it resumes.
 
     A checkpoint that is newer than every sealed one, and is empty or marked as unfinished, is removed. Any other
-    `checkpoint-N` without a valid seal may be of another program and is renamed to `unsealed-checkpoint-N`
+    `checkpoint-N` without a valid seal may belong to another program and is renamed to `unsealed-checkpoint-N`
     (transformers treats every name that starts with `checkpoint-N` as a checkpoint).
 
     Returns:
@@ -175,16 +175,20 @@ def drop_checkpoints(run: str | Path, keep: int) -> None:
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Return (step, folder) of every `checkpoint-N` in a folder, complete or not."""
     if not folder.is_dir():
         return []
     matches = [(re.fullmatch(r"checkpoint-(\d{1,12})", child.name), child) for child in folder.iterdir()]
     for match, child in matches:
         if match and child.is_symlink() and not child.exists():
-            raise FulldepthError(f"Cannot read {child}: the link leads nowhere. Restore the checkpoint, or remove it.")
+            raise FulldepthError(
+                f"Cannot read {child}: the link points to nothing. Restore the checkpoint, or remove the link."
+            )
     return [(int(match[1]), child) for match, child in matches if match and child.is_dir()]
 
 
 def _hash(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -17,7 +17,7 @@ GRANULARITIES = (*ROLES, "layer", "any")
 """Removed part of a layer: its attention (with norm and cache), its MLP (with norm), all of it, or `any` of these."""
 FACTORS = ("b_att", "s_att", "b_mlp", "s_mlp")
 """Factors of a layer: of the attention branch, of the stream that it is added to, and the same for the MLP."""
-FACTORS_OF = {"attention": FACTORS[:2], "mlp": FACTORS[2:], "layer": FACTORS}
+FACTORS_OF_PART = {"attention": FACTORS[:2], "mlp": FACTORS[2:], "layer": FACTORS}
 """Part of a layer -> its factors: of the branch, then of the stream that it is added to."""
 
 
@@ -31,29 +31,33 @@ class Block(NamedTuple):
 
 
 def blocks_of(removed: Iterable[int | Block], granularity: str, num_layers: int) -> frozenset[Block]:
-    """Blocks from 1-based layers or from blocks; of granularity `any`, a whole layer is its attention and its MLP.
+    """Make blocks from 1-based layers or blocks. With granularity `any`, a whole layer is its attention and its MLP.
 
     Raises:
         FulldepthError: for an unknown granularity, a block of another one, and anything but layers 1 to `num_layers`.
     """
     if granularity not in GRANULARITIES:
         raise unknown("granularity", str(granularity), GRANULARITIES)
+    whole = "layer" if granularity == "any" else granularity
+    allowed = tuple(FACTORS_OF_PART) if granularity == "any" else (granularity,)
     blocks: set[Block] = set()
-    for one in removed if isinstance(removed, Iterable) else [removed]:
-        layer, part = one if isinstance(one, tuple) else (one, "layer" if granularity == "any" else granularity)
+    for entry in removed if isinstance(removed, Iterable) else [removed]:
+        layer, part = entry if isinstance(entry, tuple) else (entry, whole)
         if isinstance(layer, bool) or not isinstance(layer, Integral) or not 1 <= layer <= num_layers:
             raise FulldepthError(f"There is no layer {layer!r}; this model has the layers 1 to {num_layers}.")
-        if part not in (FACTORS_OF if granularity == "any" else (granularity,)):
-            raise FulldepthError(f"The {part} of layer {layer} is no block of the granularity {granularity}.")
+        if part not in allowed:
+            raise FulldepthError(
+                f"Granularity {granularity} cannot remove the {part} of layer {layer}, only {' or '.join(allowed)}."
+            )
         parts = ROLES if (granularity, part) == ("any", "layer") else (part,)
-        blocks |= {Block(int(layer), each) for each in parts}
+        blocks.update(Block(int(layer), name) for name in parts)
     return frozenset(blocks)
 
 
 def factor_names(removed: Iterable[Block], layer: int) -> tuple[str, ...]:
-    """The factors that a 1-based layer has without these blocks."""
-    gone = {name for block in removed if block.layer == layer for name in FACTORS_OF[block.part]}
-    return tuple(name for name in FACTORS if name not in gone)
+    """Return the factors that a 1-based layer has when these blocks are removed."""
+    lacking = {name for block in removed if block.layer == layer for name in FACTORS_OF_PART[block.part]}
+    return tuple(name for name in FACTORS if name not in lacking)
 
 
 class Scalars(nn.Module):
@@ -67,8 +71,8 @@ class Scalars(nn.Module):
 
     Args:
         num_layers: L.
-        skipped: 1-based layers whose part is skipped; for `any`, blocks.
-        granularity: which part: `attention`, `mlp`, `layer` or `any`.
+        skipped: 1-based layers whose part is skipped; blocks for granularity `any`.
+        granularity: the part that is skipped: `attention`, `mlp`, `layer` or `any`.
 
     Raises:
         FulldepthError: for layers out of range, or an unknown granularity.
@@ -81,20 +85,14 @@ class Scalars(nn.Module):
         self.num_layers = num_layers
         self.skipped = blocks_of(skipped, granularity, num_layers)
         self.granularity = granularity
-        self.layers = nn.ModuleDict(
-            {
-                str(layer): nn.ParameterDict(
-                    {
-                        name: nn.Parameter(torch.ones((), dtype=torch.float32))
-                        for name in factor_names(self.skipped, layer)
-                    }
-                )
-                for layer in range(1, num_layers + 1)
-            }
-        )
+        self.layers = nn.ModuleDict()
+        for layer in range(1, num_layers + 1):
+            names = factor_names(self.skipped, layer)
+            factors = {name: nn.Parameter(torch.ones((), dtype=torch.float32)) for name in names}
+            self.layers[str(layer)] = nn.ParameterDict(factors)
 
     def get(self, layer: int) -> dict[str, nn.Parameter]:
-        """Name -> factor of a 1-based layer, a single number; empty for a skipped layer."""
+        """Name -> factor (a single number) of a 1-based layer; empty for a skipped layer."""
         factors: Any = self.layers[str(layer)]
         return {name: factors[name] for name in FACTORS if name in factors}
 
@@ -109,10 +107,10 @@ class Scalars(nn.Module):
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], num_layers: int, granularity: str = "attention") -> Scalars:
-        """The inverse of `as_dict`; the factors that a layer lacks show that it is skipped.
+        """Make scalars from the result of `as_dict`. A layer without factors of a part counts as skipped.
 
         Raises:
-            FulldepthError: for anything but finite numbers for the factors of every layer.
+            FulldepthError: unless there is a finite number for each factor of every layer.
         """
         try:
             tensors = {
@@ -123,7 +121,7 @@ class Scalars(nn.Module):
             layers = range(1, num_layers + 1)
             parts = ROLES if granularity == "any" else (granularity,)
             blocks = [Block(layer, part) for layer in layers for part in parts]
-            skipped = [block for block in blocks if (block.layer, FACTORS_OF[block.part][0]) not in tensors]
+            skipped = [block for block in blocks if (block.layer, FACTORS_OF_PART[block.part][0]) not in tensors]
             scalars = cls(num_layers, skipped, granularity)
             factors = {(layer, name): factor for layer in layers for name, factor in scalars.get(layer).items()}
             finite = all(tensor.ndim == 0 and bool(tensor.isfinite()) for tensor in tensors.values())

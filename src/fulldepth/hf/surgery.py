@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from fulldepth.core.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
 from fulldepth.hf.modes import device_of
-from fulldepth.hf.scalars import FACTORS_OF, ROLES, Block, Scalars, blocks_of, factor_names
+from fulldepth.hf.scalars import FACTORS_OF_PART, ROLES, Block, Scalars, blocks_of, factor_names
 
 _SWITCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Lists of blocks with switches in use."""
@@ -31,11 +31,11 @@ class Port(NamedTuple):
 
     part: nn.Module
     branch: nn.Module
-    """What is added to the stream: the part's output, or that of a norm after it."""
+    """Module whose output is added to the stream: the part, or a norm after it."""
     norm: nn.Module | None
     """Child whose output is the part's input; None where the input is the stream itself."""
     shared: bool
-    """Whether another module also reads that norm."""
+    """True if another module also reads that norm."""
     outputs: int
     """Length of the tuple that the part returns; 0 for a tensor."""
 
@@ -49,18 +49,20 @@ class Switches:
     set of layers. A cache can be continued with the set of skipped layers that it was filled with, or a larger one.
 
     In a model whose layers read more than the layer before (`Anatomy.not_serial`), a skipped branch is computed and
-    its output set to zero (`zeroes`); a skipped `layer` has both branches set to zero. Everything else stays: the sum
-    of a tree and its norms, the mixing of residual streams, and the states, keys and values that later layers read
-    from a memory, those of the skipped layer included. Scalars are refused.
+    its output set to zero (`zeroes`); a skipped `layer` has both branches set to zero. Everything else is unchanged:
+    the sum of a tree and its norms, the mixing of residual streams, and the states, keys and values that later layers
+    read from a memory, including those of the skipped layer. Scalars are refused.
 
-    On leaving, also by an exception, the model is restored. One `with` at a time; the object can be used again.
+    The model is restored on leaving, also by an exception. A model can have one such `with` at a time. The object can
+    be used again.
 
     Args:
         anatomy: the model; its design must have been checked (`execution.find_anatomy`).
         granularity: the part that a skipped layer does not compute: `attention`, `mlp` or `layer`; `any` = blocks.
 
     Raises:
-        FulldepthError: for an unknown granularity, and a model that cannot skip: encoders, post-norm blocks.
+        FulldepthError: for an unknown granularity, and for models that cannot skip blocks, such as encoders and
+            post-norm models.
     """
 
     def __init__(self, anatomy: Anatomy, granularity: str = "attention") -> None:
@@ -89,19 +91,19 @@ class Switches:
         }
         for reason, holds in obstacles.items():
             if holds:
-                raise FulldepthError(f"{type(anatomy.model).__name__} cannot skip: {reason}.")
+                raise FulldepthError(f"{type(anatomy.model).__name__} cannot skip blocks: {reason}.")
         self.anatomy = anatomy
         self.granularity = granularity
         self.zeroes = anatomy.not_serial is not None
-        """Whether a skipped branch is computed, and its output set to zero."""
+        """True if a skipped branch is computed, and its output set to zero."""
         self.no_scalars = anatomy.not_serial
-        """Why scalars are refused; None where they are not."""
+        """The reason why scalars are refused; None if they are not."""
         self.skipped: frozenset[Block] = frozenset()
         """The blocks that are skipped at present."""
         self._scalars: Scalars | None = None
         self._ports: dict[int, dict[str, Port]] = {}
         self._replaced: dict[int, ExitStack] = {}
-        """1-based layer (0 for the model) -> what restores its functions."""
+        """1-based layer (0 for the model) -> stack of callbacks that restore its functions."""
 
     @property
     def scalars(self) -> Scalars | None:
@@ -114,17 +116,17 @@ class Switches:
         if scalars is not None and self.no_scalars is not None:
             kind = type(self.anatomy.model).__name__
             raise FulldepthError(f"{kind} takes no scalars: {self.no_scalars}. Search with --no-fit.")
-        wanted = f"{self.anatomy.num_layers} layers (granularity {self.granularity})"
-        if (
-            scalars is not None
-            and (got := f"{scalars.num_layers} layers (granularity {scalars.granularity})") != wanted
-        ):
-            raise FulldepthError(f"These scalars are for {got}; the model has switches for {wanted}.")
+        depth = self.anatomy.num_layers
+        if scalars is not None and (scalars.num_layers, scalars.granularity) != (depth, self.granularity):
+            raise FulldepthError(
+                f"These scalars are for {scalars.num_layers} layers with granularity {scalars.granularity}; the "
+                f"switches are for {depth} layers with granularity {self.granularity}."
+            )
         for role in () if scalars is None else ROLES:
             if not self.anatomy.has(role):
                 present = ", ".join(map(str, self.anatomy.layers_with(role)))
                 raise FulldepthError(
-                    f"Scalars need every layer to have its {role}; only layers {present} do. Search with --no-fit."
+                    f"Scalars need the {role} of every layer; only layers {present} have one. Search with --no-fit."
                 )
         self._scalars = scalars
         for layer in range(1, self.anatomy.num_layers + 1):
@@ -136,11 +138,12 @@ class Switches:
         blocks = self.anatomy.block_list
         if blocks in _SWITCHED:
             raise FulldepthError(
-                f"Layers of this {type(self.anatomy.model).__name__} are switched by other switches; leave those first."
+                f"Layers of this {type(self.anatomy.model).__name__} are switched by other switches; leave their "
+                "`with` first."
             )
         if any(getattr(module, "_compiled_call_impl", None) is not None for module in self.anatomy.body.modules()):
             raise FulldepthError(
-                "Layers that are compiled one by one cannot be switched; compile the whole model, or nothing."
+                "Layers that are compiled one by one cannot be skipped; compile the whole model, or nothing."
             )
         self._ports = {layer: {} for layer in range(1, self.anatomy.num_layers + 1)}
         if not self.zeroes:
@@ -159,7 +162,7 @@ class Switches:
         _SWITCHED.discard(self.anatomy.block_list)
 
     def skip(self, removed: Iterable[int | Block]) -> None:
-        """Skip exactly these 1-based layers (granularity `any`: blocks); nothing is loaded or copied.
+        """Skip exactly these 1-based layers (blocks for granularity `any`); nothing is loaded or copied.
 
         Raises:
             FulldepthError: outside `with`, for layers out of range, and for a layer that has no such part.
@@ -175,17 +178,18 @@ class Switches:
             self._apply(layer)
 
     def _save(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replaces `save_pretrained`, which would write the plain model."""
+        """Run in place of `save_pretrained`, which would write the plain model."""
         if self.skipped or self._scalars is not None:
             raise FulldepthError(
-                "Saving a model that is switched in place would write the plain model. Export it (fulldepth skip "
+                "Saving a model with skipped layers or scalars would write the plain model. Export it (fulldepth skip "
                 "apply), or save it outside the `with`."
             )
         return save(*args, **kwargs)
 
     def _check_entered(self) -> None:
+        """Refuse a call outside of `with`."""
         if not self._ports:
-            raise FulldepthError("Switches work inside their `with` only: with Switches(anatomy) as switches: ...")
+            raise FulldepthError("Switches work only inside their `with`: with Switches(anatomy) as switches: ...")
 
     def _apply(self, layer: int) -> None:
         """Replace the functions of one layer according to skipped layers and scalars."""
@@ -208,7 +212,8 @@ class Switches:
             if port.norm is not None and not port.shared:
                 self._replace(layer, port.norm, partial(_without, 0, None, True))
             attention = self.anatomy.part(layer, "attention") or nn.Identity()
-            indices = (i for part in attention.modules() if isinstance(i := getattr(part, "layer_idx", None), int))
+            stated = (getattr(module, "layer_idx", None) for module in attention.modules())
+            indices = (index for index in stated if isinstance(index, int))
             index = None if part == "mlp" else next(indices, layer - 1)
             self._replace(layer, port.part, partial(_without, port.outputs, index, part == "layer"))
             if port.branch is not port.part:
@@ -217,8 +222,8 @@ class Switches:
         parallel = self.anatomy.family.design == "parallel"
         for role in ROLES if factors else ():
             port = self._ports[layer][role]
-            mixes = FACTORS_OF[role][0] in mixer.factors
-            # In parallel blocks the stream is noted before attention, for both parts.
+            mixes = FACTORS_OF_PART[role][0] in mixer.factors
+            # In parallel blocks the stream is recorded before attention, for both parts.
             if role == "attention" if parallel else mixes:
                 reader = port.norm or port.part
                 self._replace(layer, reader, partial(mixer.note, reader.forward))
@@ -226,18 +231,23 @@ class Switches:
                 self._replace(layer, port.branch, partial(mixer.mix, role, port.branch.forward))
 
     def _replace(self, layer: int, module: nn.Module, function: Callable[..., Any], name: str = "forward") -> None:
-        """Replace a function of a module; an earlier one of its own, as offloading sets it, is restored later."""
-        own = vars(module)
-        restore = partial(own.update, {name: own[name]}) if name in own else partial(own.pop, name)
+        """Replace a function of a module until its layer is restored, which also restores one that offloading set."""
+        attributes = vars(module)
+        if name in attributes:
+            restore = partial(attributes.update, {name: attributes[name]})
+        else:
+            restore = partial(attributes.pop, name)
         self._replaced.setdefault(layer, ExitStack()).callback(restore)
-        own[name] = function
+        attributes[name] = function
 
 
 @contextmanager
 def skipping(
     anatomy: Anatomy, removed: Iterable[int | Block], granularity: str = "attention", scalars: Scalars | None = None
 ) -> Iterator[Switches]:
-    """Skip these 1-based layers (granularity `any`: blocks) inside `with`, with optional scalars; restored on leaving.
+    """Skip these 1-based layers (blocks for granularity `any`) inside `with`, with optional scalars.
+
+    The model is restored on leaving.
 
     Raises:
         FulldepthError: as `Switches`.
@@ -249,19 +259,20 @@ def skipping(
 
 
 class _Mixer:
-    """Applies one layer's factors: replaces a branch's output so that the block's own sum is the scaled one."""
+    """Applies one layer's factors: changes the output of a branch so that the block's own sum is the scaled sum."""
 
     def __init__(self, anatomy: Anatomy, block: nn.Module, factors: dict[str, nn.Parameter]) -> None:
         self.factors = factors
         self.block = block
         self.scale = anatomy.branch_scale
         self.continues = anatomy.family.design == "parallel" and "b_mlp" in factors
-        """Whether attention leaves the stream to the MLP."""
+        """True if the MLP's branch is added to the stream after attention, as in a parallel block."""
         parts = {anatomy.family.attention, anatomy.family.mlp}
         between = (child for name, child in block.named_children() if name not in parts)
-        rates = [v for name, v in vars(block).items() if "dropout" in name and isinstance(v, float)]
-        self.drops_out = any(rate > 0 for rate in (*rates, *(m.p for m in between if isinstance(m, nn.Dropout))))
-        """Whether the block in training applies dropout between its branches and the stream."""
+        rates = [value for name, value in vars(block).items() if "dropout" in name and isinstance(value, float)]
+        rates += [module.p for module in between if isinstance(module, nn.Dropout)]
+        self.drops_out = any(rate > 0 for rate in rates)
+        """True if the block in training applies dropout between its branches and the stream."""
         self.stream: Tensor | None = None
         """The stream that the next branch is added to."""
 
@@ -274,19 +285,19 @@ class _Mixer:
         return forward(*args, **kwargs)
 
     def mix(self, role: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The branch's output `b A + (s - 1) x`, so that the block's own sum is `b A + s x`."""
+        """Return `b A + (s - 1) x` in place of a branch's output A, so that the block's own sum is `b A + s x`."""
         output = forward(*args, **kwargs)
         stream = self.stream
         self.stream = None
         if stream is None:
-            raise FulldepthError("Scalars cannot be used: this model computes its MLP before its attention.")
+            raise FulldepthError("Scalars cannot be used: this model computes the MLP before the attention.")
         if self.drops_out and self.block.training:
-            raise FulldepthError("Scalars need the model in evaluation mode: its blocks drop out branches.")
+            raise FulldepthError("Scalars need the model in evaluation mode, because its blocks apply dropout.")
         branch = output[0] if isinstance(output, tuple) else output
         # b A + (s - 1) x, for a block that multiplies it by `scale`; in float32 at least, in the dtype of the sum.
         dtype = torch.promote_types(branch.dtype, stream.dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        b, s = (self.factors[name].to(branch.device, wide) for name in FACTORS_OF[role])
+        b, s = (self.factors[name].to(branch.device, wide) for name in FACTORS_OF_PART[role])
         stream = stream.view_as(branch)  # experts may return [B T, D]
         mixed = (b * branch.to(wide) + (s - 1) / self.scale * stream.to(branch.device, wide)).to(dtype)
         if role == "attention" and self.continues:
@@ -295,22 +306,27 @@ class _Mixer:
 
 
 def _without(outputs: int, index: int | None, identity: bool, *args: Any, **kwargs: Any) -> Any:
-    """Replaces a branch by zeros, or (`identity`) a block by its input; attention still counts its tokens in the cache.
+    """Run in place of a branch and return zeros, or (`identity`) in place of a block and return its input.
 
-    The state is the first element of a tuple of `outputs`, or alone for 0.
+    Attention still counts its tokens in the cache.
+
+    Args:
+        outputs: length of the tuple to return, whose first element is the state; 0 = the state alone.
+        index: entry of the cache in which tokens are counted; None = they are not counted.
+        identity: return the input, not zeros.
+        *args: positional arguments of the replaced function.
+        **kwargs: its named arguments.
     """
     states = first_input(args, kwargs)
     cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
     entry = cache.layers[index] if cache is not None and index is not None and index < len(cache.layers) else None
     linear = entry is not None and not hasattr(entry, "update")  # the state of linear attention counts no tokens
-    if (
-        cache is not None and index is not None and not linear
-    ):  # one number per token, by its own `update` (windows, beams, crops)
-        blanks = []
+    if cache is not None and index is not None and not linear:
+        blanks = []  # one number per token, added by the cache's `update` (windows, beams, crops)
         for name in ("keys", "values"):
             # An entry that has a shape keeps it: allocated in advance, or filled while the layer was not skipped.
-            held = getattr(entry, name, None)
-            heads, width = (held.shape[1], held.shape[-1]) if held is not None and held.ndim == 4 else (1, 1)
+            stored = getattr(entry, name, None)
+            heads, width = (stored.shape[1], stored.shape[-1]) if stored is not None and stored.ndim == 4 else (1, 1)
             blanks.append(states.new_zeros(states.shape[0], heads, states.shape[1], width))
         cache.update(*blanks, index)
     states = states if identity else torch.zeros_like(states)
@@ -318,7 +334,7 @@ def _without(outputs: int, index: int | None, identity: bool, *args: Any, **kwar
 
 
 def _zeroed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a branch and sets its output to zero; what it returns beside it, as keys for later layers, stays."""
+    """Run a branch and set its output to zero. Further outputs, such as keys for later layers, are unchanged."""
     output = forward(*args, **kwargs)
     if isinstance(output, tuple):
         return (torch.zeros_like(output[0]), *output[1:])
@@ -326,6 +342,7 @@ def _zeroed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse(layer: int, skipped: bool, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+    """Run in place of a layer whose scalars do not fit: raise an error."""
     raise FulldepthError(
         f"Layer {layer} is {'' if skipped else 'not '}skipped, but its scalars are {', '.join(names) or 'none'}; use "
         "scalars made for the layers that are skipped."
@@ -333,7 +350,7 @@ def _refuse(layer: int, skipped: bool, names: tuple[str, ...], *args: Any, **kwa
 
 
 def _ports(anatomy: Anatomy) -> dict[int, dict[str, Port]]:
-    """The ports of every layer, `layer`, `attention` and `mlp`, recorded while two tokens run through the model."""
+    """1-based layer -> its ports `layer`, `attention` and `mlp`, recorded while two tokens run through the model."""
     calls: dict[int, list[tuple[nn.Module, Any, Any]]] = {}
 
     def record(layer: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -352,7 +369,7 @@ def _ports(anatomy: Anatomy) -> dict[int, dict[str, Port]]:
 
 
 def _ports_of_layer(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, Any, Any]]) -> dict[str, Port]:
-    """The ports of one block; refuses a block that does not call its parts as the anatomy says."""
+    """Return the ports of one block. Refuse a block that does not call its parts as the anatomy says."""
     block = anatomy.blocks[layer - 1]
     names = {module: name for name, module in block.named_children()}
     first = {module: (states, output) for module, states, output in reversed(calls)}
@@ -364,18 +381,18 @@ def _ports_of_layer(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, A
         if part is None or branch is None:
             continue
         if not {part, branch} <= first.keys():
-            raise FulldepthError(f"Layer {layer} cannot be switched: its block does not call its {role} for text.")
+            raise FulldepthError(f"Layer {layer} cannot be skipped: its block does not call its {role} for text.")
         states, output = first[part]
         readers = [module for module, other, _ in calls if other is states]
         norm, source, _ = next((c for c in calls if c[2] is states and c[0] in names), (None, states, None))
         ports[role] = Port(part, branch, norm, len(readers) > 1, len(output) if isinstance(output, tuple) else 0)
-        # The input up to rounding in any dtype; a state and its norm differ by more. Dropout would hide it.
+        # A tenth allows rounding in any dtype; a state and its norm differ by more. Dropout would prevent the check.
         reads = isinstance(source, Tensor) and source.numel() == stream.numel()
         if not block.training and not (
             reads and (source.view_as(stream) - stream).abs().max() <= 0.1 * stream.abs().max()
         ):
             path = "itself" if norm is None else f"through {names[norm]}"
-            raise FulldepthError(f"Layer {layer} cannot be switched: its {role} does not read the stream {path}.")
+            raise FulldepthError(f"Layer {layer} cannot be skipped: its {role} does not read the stream {path}.")
         if anatomy.family.design != "parallel":
             added = first[branch][1]
             term = added[0] if isinstance(added, tuple) else added
@@ -384,5 +401,5 @@ def _ports_of_layer(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, A
 
 
 def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor input of a call."""
+    """Return the tensor input of a call."""
     return args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))

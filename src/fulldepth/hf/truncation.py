@@ -28,7 +28,8 @@ from fulldepth.hf.surgery import skipping
 from fulldepth.hf.tying import state_ties
 
 ALLOWED = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Largest accepted difference from the whole model's states and logits, relative to the largest; 1e-4 for others."""
+"""Precision -> largest accepted difference from the whole model's states and logits, relative to the largest value;
+1e-4 for others."""
 
 NOT_PER_LAYER = ("token_id", "token_ids", "architectures", "labels", "section", "multipliers", "limit", "mask")
 """Endings of names of lists that never have one entry per layer, even if their length is L."""
@@ -48,7 +49,7 @@ BY_NUMBER = {"per_layer_config": 0, "tree": 0, "scalars": 1}
 FIRST = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
 """Numbers of layers from the first one."""
 DEPTHS = ("decoder_layers", "num_decoder_layers", "num_blocks", "num_layers_per_stack")
-"""Further names of the number of layers: BART and its kin call the encoder's `num_hidden_layers`."""
+"""Further names of the number of layers. In BART and related models `num_hidden_layers` is the encoder's."""
 PERIODS = (
     "attn_layer_period",
     "expert_layer_period",
@@ -60,16 +61,16 @@ PERIODS = (
     "rescale_every",
     "scale_attn_by_inverse_layer_idx",
 )
-"""Rules by the number of a layer, which hold for the first layers and for no other choice."""
+"""Entries that make a layer depend on its number. They are right for the first layers, and for no other choice."""
 
 
 def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A model of the same class with the first E layers, the final norm and the head.
+    """Return a model of the same class with the first E layers, the final norm and the head.
 
     It has a configuration of its own, in which every list with one entry per layer is cut; parameters and buffers are
-    the same tensors as the original's. Hooks are not carried over. Before it is returned, its states and logits are
-    compared with those of the original on a small artificial batch. A multi-exit model's head of layer E becomes the
-    model's own.
+    the original's tensors. Hooks are not carried over. Before it is returned, its states and logits are compared with
+    those of the original on a small artificial batch. In a multi-exit model, the exit head of layer E becomes the
+    model's head.
 
     Args:
         model: a model, or its anatomy (`execution.find_anatomy`), which families outside of the table need for the
@@ -90,7 +91,7 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
 
 
 def first_layers(anatomy: Anatomy, layers: int) -> PreTrainedModel:
-    """`truncated` without the comparison with the whole model: nothing is computed.
+    """Return the model of `truncated` without comparing it with the whole model: nothing is computed.
 
     Raises:
         FulldepthError: if the class does not accept such a configuration.
@@ -124,13 +125,13 @@ def first_layers(anatomy: Anatomy, layers: int) -> PreTrainedModel:
 
 
 def few_layers(anatomy: Anatomy) -> int:
-    """The fewest first layers that hold every kind of layer, by the names of their weights; at least three, or all."""
+    """Return the fewest first layers that include every kind of layer (by names of weights); at least three, or all."""
     kinds = [frozenset(name for name, _ in block.named_parameters()) for block in anatomy.blocks]
     return min(len(kinds), max(3, *(kinds.index(kind) + 1 for kind in set(kinds))))
 
 
 def without_layers(anatomy: Anatomy, remaining: Sequence[int]) -> PreTrainedModel:
-    """A model of the same class with some of the layers, renumbered, whose weights are the same tensors.
+    """Return a model of the same class with some of the layers, renumbered, whose weights are the same tensors.
 
     Before it is returned, its logits are compared with those of the original that skips the other layers, on a small
     artificial batch.
@@ -147,14 +148,16 @@ def without_layers(anatomy: Anatomy, remaining: Sequence[int]) -> PreTrainedMode
     inputs = sample_inputs(anatomy)
     removed = set(range(1, anatomy.num_layers + 1)) - set(remaining)
     with torch.no_grad(), evaluating(anatomy.model), evaluating(cut), skipping(anatomy, removed, "layer"):
-        given = body_inputs(anatomy, inputs)
-        expected, got = (logits_of(model(**given)) for model in (anatomy.model, cut))
-    if expected is None or got is None or not _agree(expected, got):
+        arguments = body_inputs(anatomy, inputs)
+        expected = logits_of(anatomy.model(**arguments))
+        actual = logits_of(cut(**arguments))
+    if expected is None or actual is None or not _agree(expected, actual):
         raise _refusal(anatomy, remaining, "by themselves they give other logits than within the model")
     return cut
 
 
 def _refusal(anatomy: Anatomy, remaining: Sequence[int], reason: str) -> FulldepthError:
+    """Return the error for a model that cannot be cut, with the entries that explain it."""
     kind = type(anatomy.model).__name__
     inner = anatomy.config
     shared = getattr(inner, SHARED, 0)
@@ -177,31 +180,31 @@ class CutConfig(NamedTuple):
     changed: list[str]
     """Entries besides the number of layers that changed."""
     by_list: list[str]
-    """Lists with one entry per layer that are not the beginning of the original's."""
+    """Names of lists with one entry per layer that differ from the beginning of the original's."""
 
 
 def cut_config(anatomy: Anatomy, remaining: Sequence[int]) -> CutConfig:
-    """The configuration of a model, cut to some of its layers, as it is when it is read from a file again.
+    """Return the configuration of a model, cut to some of its layers, as if it had been saved and loaded.
 
     Raises:
-        FulldepthError: if its class does not accept it.
+        FulldepthError: if the class of the configuration does not accept it.
     """
     whole = anatomy.model.config
     parts = [("", whole), *((name, part) for name, part in vars(whole).items() if isinstance(part, PreTrainedConfig))]
-    own = [name for name, part in parts if part is anatomy.config]
-    own = own or [name for name, part in parts if part.to_dict() == anatomy.config.to_dict()]
-    if not own:
-        raise _refusal(anatomy, remaining, "the configuration of its layers is no part of the model's")
+    names = [name for name, part in parts if part is anatomy.config]
+    names = names or [name for name, part in parts if part.to_dict() == anatomy.config.to_dict()]
+    if not names:
+        raise _refusal(anatomy, remaining, "the configuration of its layers is not a part of the model's")
     entries = whole.to_dict()
-    inner: dict[str, Any] = entries[own[0]] if own[0] else entries
+    inner: dict[str, Any] = entries[names[0]] if names[0] else entries
     changes = _changes(anatomy, inner, remaining)
-    lists = [name for name, value in changes.items() if isinstance(value, list) and isinstance(inner.get(name), list)]
-    by_list = [
-        name for name in lists if name not in LISTS_OF_LAYERS and changes[name] != inner[name][: len(changes[name])]
-    ]
-    changed = sorted(
-        name for name, value in changes.items() if inner[name] != value and name not in _depth_names(anatomy.config)
-    )
+    depth_names = _depth_names(anatomy.config)
+    changed = sorted(name for name, value in changes.items() if inner[name] != value and name not in depth_names)
+    by_list = []
+    for name, value in changes.items():
+        is_list = isinstance(value, list) and isinstance(inner.get(name), list)
+        if is_list and name not in LISTS_OF_LAYERS and value != inner[name][: len(value)]:
+            by_list.append(name)
     inner |= changes
     try:
         config = type(whole).from_dict(json.loads(json.dumps(entries)))
@@ -215,7 +218,7 @@ def cut_config(anatomy: Anatomy, remaining: Sequence[int]) -> CutConfig:
 
 
 def check_depth(anatomy: Anatomy) -> None:
-    """Refuse a model with another number of layers than its class makes of its configuration.
+    """Refuse a model whose number of layers is not the one that its class builds from its configuration.
 
     Raises:
         FulldepthError: with both numbers.
@@ -223,33 +226,33 @@ def check_depth(anatomy: Anatomy) -> None:
     model = anatomy.model
     blocks = anatomy.block_list
     path = next(name for name, module in model.named_modules() if module is blocks)
-    made = len(blocks)
+    expected = len(blocks)
     with torch.random.fork_rng(devices=[]), init_empty_weights(), suppress(Exception):  # a class may refuse anything
-        made = len(type(model)(copy.deepcopy(model.config)).get_submodule(path))  # type: ignore[arg-type]
-    if made != len(blocks):
+        expected = len(type(model)(copy.deepcopy(model.config)).get_submodule(path))  # type: ignore[arg-type]
+    if expected != len(blocks):
         raise FulldepthError(
-            f"This {type(model).__name__} has {len(blocks)} layers in {path}, and its configuration makes {made}: some "
-            "were removed or added by hand. Set num_hidden_layers and the entries by layer of model.config to them, "
-            "save the model, and load it again."
+            f"This {type(model).__name__} has {len(blocks)} layers in {path}, and its configuration makes {expected}: "
+            "some were removed or added by hand. Set num_hidden_layers and the per-layer entries of model.config to "
+            "match the layers, save the model, and load it again."
         )
 
 
 def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """A configuration and its parts, in the order of their names."""
+    """Return a configuration and its parts, in the order of their names."""
     parts = sorted((name, part) for name, part in vars(config).items() if isinstance(part, PreTrainedConfig))
     return [config, *(inner for _, part in parts for inner in _configs(part))]
 
 
 def _depth_names(config: PreTrainedConfig) -> set[str]:
-    """Names under which a configuration may state its number of layers."""
+    """Return the names under which a configuration may state its number of layers."""
     return {"num_hidden_layers", config.attribute_map.get("num_hidden_layers", "num_hidden_layers"), *DEPTHS}
 
 
 def _changes(anatomy: Anatomy, entries: Mapping[str, Any], remaining: Sequence[int]) -> dict[str, Any]:
-    """The entries of a configuration that are others for some of its layers.
+    """Return the entries of a configuration that change when only some layers remain, with their new values.
 
-    Lists with one entry per layer are cut, lists and mappings of layer numbers renumbered, numbers of layers from the
-    first one or to the last one (`num_kv_shared_layers`) counted again.
+    Lists with one entry per layer are cut, lists and mappings of layer numbers are renumbered, and numbers of layers
+    from the first one or to the last one (`num_kv_shared_layers`) are counted again.
     """
     calls = anatomy.num_layers
     left = len(remaining)
@@ -272,9 +275,9 @@ def _changes(anatomy: Anatomy, entries: Mapping[str, Any], remaining: Sequence[i
     if isinstance(scale := entries.get("stream_scale"), list):
         changes["stream_scale"] = scale[: 2 * left + 1]
     if len(stages := entries.get("stage_names") or ()) == calls + 1 and "out_indices" in entries:  # of backbones
-        kept = [new for new, layer in enumerate(remaining, start=1) if layer in entries["out_indices"]] or [left]
+        indices = [new for new, layer in enumerate(remaining, start=1) if layer in entries["out_indices"]] or [left]
         names = stages[: left + 1]
-        changes |= {"stage_names": names, "out_indices": kept, "out_features": [names[index] for index in kept]}
+        changes |= {"stage_names": names, "out_indices": indices, "out_features": [names[index] for index in indices]}
     if isinstance(shared := entries.get(SHARED), int):
         changes[SHARED] = sum(layer > calls - shared for layer in remaining)
     if isinstance(last := entries.get("moe_layer_end_index"), int):
@@ -291,19 +294,19 @@ def _changes(anatomy: Anatomy, entries: Mapping[str, Any], remaining: Sequence[i
 
 
 def _groups_left(anatomy: Anatomy, remaining: Sequence[int]) -> int:
-    """Number of groups of weights that the layers of ALBERT use; call i runs group i * groups // calls."""
+    """Return how many groups of weights the remaining layers of ALBERT use; call i runs group i * groups // calls."""
     groups = len(anatomy.block_list)
     calls = anatomy.num_layers
     left = len(remaining)
     used = (left - 1) * groups // calls + 1
     if any(call * groups // calls != call * used // left for call in range(left)):
-        reason = f"its {calls} layers share {groups} groups of weights; use {calls // groups} or a multiple of it"
+        reason = f"its {calls} layers share {groups} groups of weights; keep {calls // groups} or a multiple of it"
         raise _refusal(anatomy, remaining, reason)
     return used
 
 
 def _sharing(anatomy: Anatomy, config: PreTrainedConfig, remaining: Sequence[int]) -> PreTrainedModel:
-    """A model of the same class whose parameters and buffers are the original's tensors, by name."""
+    """Return a model of the same class with this configuration, whose parameters and buffers are the original's."""
     try:
         with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
             cut: PreTrainedModel = type(anatomy.model)(config)
@@ -314,14 +317,14 @@ def _sharing(anatomy: Anatomy, config: PreTrainedConfig, remaining: Sequence[int
     prefix = next(name for name, module in anatomy.model.named_modules() if module is anatomy.block_list)
     numbered = re.compile(rf"{re.escape(prefix)}\.(\d+)\.")
     parameters = dict(anatomy.model.named_parameters(remove_duplicate=False))
-    own = parameters | dict(anatomy.model.named_buffers(remove_duplicate=False))
+    tensors = parameters | dict(anatomy.model.named_buffers(remove_duplicate=False))
     device = next(iter(parameters.values())).device
     named = [*cut.named_parameters(remove_duplicate=False), *cut.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         path, _, attribute = name.rpartition(".")
-        source = numbered.sub(lambda found: f"{prefix}.{remaining[int(found[1])] - 1}.", name, count=1)
+        source = numbered.sub(lambda match: f"{prefix}.{remaining[int(match[1])] - 1}.", name, count=1)
         owner = cut.get_submodule(path)
-        shared = own.get(source)
+        shared = tensors.get(source)
         same = shared is not None and shared.shape == tensor.shape
         if attribute in owner._buffers:
             owner._buffers[attribute] = shared if same else tensor.to(device)
@@ -344,28 +347,27 @@ def _prove(anatomy: Anatomy, cut: Anatomy, layers: int) -> None:
     """Compare the cut model with the original on a small batch: states after layer E, and logits where known."""
     with evaluating(anatomy.model), evaluating(cut.model):
         inputs = sample_inputs(anatomy)
-        expected, got = (state_at(each, layers, inputs) for each in (anatomy, cut))
-        pairs = {"states": (expected, got)}
+        states = state_at(anatomy, layers, inputs)
+        pairs = {"states": (states, state_at(cut, layers, inputs))}
         if anatomy.head is not None:
-            classifier = Classifier(anatomy)
+            classifier = Classifier(anatomy).at(layers)
             if (logits := logits_of(cut.model(**body_inputs(cut, inputs)))) is not None:
-                own = classifier.at(layers)
-                mask = inputs.get("attention_mask", torch.ones(expected.shape[:2], device=expected.device))
-                read = own.tokens(expected) if own.per_token else own.sequences(expected, mask)
-                pairs["logits"] = read, logits
-    for name, (one, other) in pairs.items():
-        if not _agree(one, other):
+                mask = inputs.get("attention_mask", torch.ones(states.shape[:2], device=states.device))
+                expected = classifier.tokens(states) if classifier.per_token else classifier.sequences(states, mask)
+                pairs["logits"] = expected, logits
+    for name, (expected, actual) in pairs.items():
+        if not _agree(expected, actual):
             raise _refusal(anatomy, range(1, layers + 1), f"by themselves they give other {name} than within the model")
 
 
-def _agree(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal up to rounding in their precision."""
-    allowed = ALLOWED.get(one.dtype, 1e-4) * float(one.abs().max())
-    return one.shape == other.shape and float((one.double() - other.double()).abs().max()) <= allowed
+def _agree(expected: Tensor, actual: Tensor) -> bool:
+    """Return True if two tensors are equal up to rounding in the precision of the first."""
+    allowed = ALLOWED.get(expected.dtype, 1e-4) * float(expected.abs().max())
+    return expected.shape == actual.shape and float((expected.double() - actual.double()).abs().max()) <= allowed
 
 
 def state_at(anatomy: Anatomy, layer: int, inputs: Mapping[str, Any]) -> Tensor:
-    """[B, T, D] `h_l`, by a forward pass of the model's body; `layer` is 1-based."""
+    """Return `h_l: [B, T, D]` after a 1-based layer, by a forward pass of the model's body."""
     states: list[Tensor] = []
     calls = count(1)
 

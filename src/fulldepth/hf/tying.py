@@ -1,4 +1,4 @@
-"""Whether embeddings and output layer are one weight: the weights decide, whatever `tie_word_embeddings` says."""
+"""Makes `tie_word_embeddings` state what the weights show: embeddings and output layer are one weight or two."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def stated_ties(model: PreTrainedModel) -> dict[str, str]:
 
 
 def weights_apart(model: PreTrainedModel) -> list[str]:
-    """Names of the weights that the configuration ties and that the model holds as weights of their own."""
+    """Return the names of weights that the configuration ties and that the model holds as separate weights."""
     held: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     tied = model.all_tied_weights_keys
     return [
         target
         for target, source in stated_ties(model).items()
         if target not in tied
-        # offloaded weights are told apart by transformers alone
+        # only transformers can tell offloaded weights apart
         or not (held.get(target) is held.get(source) or held[target].is_meta)
     ]
 
@@ -42,11 +42,11 @@ def weights_apart(model: PreTrainedModel) -> list[str]:
 def state_ties(model: PreTrainedModel) -> str | None:
     """Make the configuration of a model state whether its weights are tied, in place.
 
-    Where only some of the weights that it ties are apart (an encoder-decoder with one table for three uses), it stays
-    as it is: transformers compares the stored weights and ties those that are equal.
+    If only some of the weights that it ties are separate (an encoder-decoder with one table for three uses), it is
+    unchanged: transformers compares the stored weights and ties those that are equal.
 
     Returns:
-        A sentence if it stated otherwise, else None.
+        A warning if the configuration ties weights that are separate, else None.
     """
     if not (apart := weights_apart(model)):
         return None
@@ -60,7 +60,7 @@ def state_ties(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def keeping_ties(model: PreTrainedModel) -> Iterator[None]:
-    """Inside `with`, `tie_weights` does nothing: by the configuration it may drop an output layer of its own."""
+    """Let `tie_weights` do nothing inside `with`: where the configuration is wrong it would drop an output layer."""
     vars(model)["tie_weights"] = lambda *_, **__: None
     try:
         yield
@@ -76,17 +76,18 @@ def state_untied(config: PreTrainedConfig) -> None:
 
 
 def stores_apart(checkpoint: str, model: PreTrainedModel) -> bool:
-    """Whether a checkpoint holds different values for weights that the configuration of a model ties.
+    """Return True if a checkpoint holds different values for weights that the configuration of a model ties.
 
     Args:
         checkpoint: folder, Hub name, package or run folder.
-        model: of the checkpoint's configuration; on the device `meta` is enough.
+        model: a model of the checkpoint's configuration, possibly on the device `meta`.
     """
     where = packaged(str(checkpoint_of(checkpoint)))
     if not (ties := stated_ties(model)) or find_gguf(where) is not None:  # a GGUF file states what it holds
         return False
     stored = check_model_files(where).files
-    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    conversions = get_model_conversion_mapping(model)
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     expected = model.state_dict()  # GPT-NeoX stores its `lm_head.weight` as `embed_out.weight`
     keys = {rename_source_key(key, renamings, [], model.base_model_prefix, expected)[0]: key for key in stored}
 
@@ -98,8 +99,10 @@ def stores_apart(checkpoint: str, model: PreTrainedModel) -> bool:
             return file.get_tensor(keys[name])
 
     for target, source in ties.items():
-        one = read(target)
-        other = read(source)
-        if one is not None and other is not None and not torch.equal(one.double(), other.double()):
+        target_value = read(target)
+        source_value = read(source)
+        if target_value is None or source_value is None:
+            continue
+        if not torch.equal(target_value.double(), source_value.double()):
             return True
     return False

@@ -1,5 +1,5 @@
-"""Aligned training: loss of all layers by one head (Representation progression and aligned training, Eq. 5); and
-multi-exit training: by a head for each layer.
+"""Losses of all layers: aligned training with one shared head (Representation progression and aligned training, Eq. 5),
+and multi-exit training with a head for each layer.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Reader = Callable[[Tensor], Tensor]
 
 
 class LayerwiseLoss(Term):
-    """Cross-entropy of every layer in place of the last layer's: weights of layers, and the steps that it replaces."""
+    """Base class of terms that replace the last layer's cross-entropy by a weighted sum over all layers."""
 
     sites = ("residual",)
     unit = "nats"
     needs_head = True
     weights: Literal["linear", "uniform", "sum"] | list[float] | tuple[float, ...] = "linear"
-    """linear (2l / (L (L+1))), uniform (1/L), sum (1, as DETR's auxiliary losses), or one number a layer."""
+    """Weights of layers: linear (2l / (L (L+1))), uniform (1/L), sum (1, as DETR's auxiliary losses), or L numbers."""
     schedule: Literal["alternate", "always"] = "alternate"
-    """alternate: even steps only, odd steps take the last layer's (training from scratch, App. B.3); always."""
+    """Steps on which it replaces the loss: alternate (the even ones, for training from scratch, App. B.3) or always."""
 
     def check(self, anatomy: Anatomy) -> None:
         """Check that there is one weight per layer."""
@@ -56,11 +56,11 @@ class LayerwiseLoss(Term):
         return context.portion.of_targets(context.task, context.batch)
 
     def active(self, step: int) -> bool:
-        """Whether the loss of this 1-based optimiser step is replaced."""
+        """Return True if the loss of this 1-based optimiser step is replaced."""
         return self.schedule == "always" or step % 2 == 0
 
     def value(self, context: Context) -> Tensor:
-        """Weighted loss of layers 1..L, each read by its own head if it has one.
+        """Weighted loss of layers 1..L, each read by its exit head if it has one.
 
         Raises:
             FulldepthError: if the batch has no labels.
@@ -74,7 +74,7 @@ class LayerwiseLoss(Term):
         Args:
             context: inputs of the term.
             classifier: the head, for use between the forward and the backward pass.
-            positions: as in `aligned_loss`, for a classifier with one head.
+            positions: share of positions as in `aligned_loss`, for a classifier with one head.
         """
         states = context.states["residual"][1:]
         losses = context.task.layer_losses(context.batch, states, classifier)
@@ -93,7 +93,7 @@ class LayerwiseLoss(Term):
     def _of_samples(
         self, context: Context, states: Sequence[Tensor], heads: Sequence[Classifier], labels: Tensor
     ) -> Tensor:
-        """Loss of a classifier of sequences or images, from the states that its head reads."""
+        """Weighted loss of layers 1..L of a classifier of sequences or images, from the states that its head reads."""
         dtype = statistics_dtype(*states)
         device = states[-1].device
         total = torch.zeros((), dtype=dtype, device=device)
@@ -106,7 +106,7 @@ class LayerwiseLoss(Term):
                 raise FulldepthError(
                     f"Layers are trained as classifiers of one class out of several: expected integer labels "
                     f"[{len(logits)}] and at least two classes, got {labels.dtype} {tuple(labels.shape)} and "
-                    f"{logits.shape[1]}."
+                    f"{logits.shape[1]} classes."
                 )
             targets = labels.to(logits.device)
             loss = F.cross_entropy(logits.to(dtype), targets, reduction="sum", ignore_index=IGNORE)
@@ -119,35 +119,41 @@ class Aligned(LayerwiseLoss):
 
     name = "aligned"
     positions: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
-    """Share of the positions that each layer predicts, drawn anew for each layer and batch: the gradient is an unbiased
-    estimate, and costs less where the vocabulary is large. For models that predict at every position."""
+    """Share of the positions that each layer predicts, drawn for each layer and batch. The gradient is an unbiased
+    estimate, and costs less if the vocabulary is large. For models that predict at every position."""
 
     def value(self, context: Context) -> Tensor:
         """Weighted loss of layers 1..L through the model's head.
 
         Raises:
-            FulldepthError: if the batch has no labels, or `positions` are drawn where samples have one prediction.
+            FulldepthError: if the batch has no labels, or `positions` is below 1 and the model does not predict a token
+                at every position.
         """
         assert context.classifier is not None
         classifier = context.classifier.after_forward().shared()
         if self.positions < 1 and (not classifier.per_token or isinstance(context.task, Detection)):
-            raise FulldepthError("aligned.positions is for models that predict a token at every position.")
+            raise FulldepthError(
+                f"aligned.positions is {self.positions:g}; below 1 it is for models that predict a token at every "
+                "position."
+            )
         return self.of_layers(context, classifier, self.positions)
 
 
 class MultiExit(LayerwiseLoss):
-    """Cross-entropy of every layer through a head of its own, in place of the last layer's (the baseline of Sec. 3.1).
-    The last layer keeps the model's head.
+    """Cross-entropy of every layer through its exit head, in place of the last layer's (the baseline of Sec. 3.1).
 
-    `DepthTrainer` gives the model its heads; in a loop of your own call `add_exit_heads` before the optimiser is made.
+    The last layer keeps the model's head. `DepthTrainer` adds the exit heads to the model; in your own loop, call
+    `add_exit_heads` before the optimiser is made.
     """
 
     name = "multi_exit"
     needs_exit_heads = True
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """As all of them; where processes copy the weights, heads that a step does not use get zero gradients, because
-        DDP waits for a gradient of every weight. `Objective.drop_idle_gradients` takes them away again.
+        """Replace the loss on the steps of the schedule.
+
+        Under DDP, exit heads that a step does not use get zero gradients, because DDP waits for a gradient of every
+        weight; `Objective.drop_idle_gradients` removes them.
         """
         total, value = super().apply(loss, context)
         assert context.classifier is not None
@@ -161,15 +167,15 @@ class MultiExit(LayerwiseLoss):
 def add_exit_heads(model: nn.Module, seed: int = 0) -> None:
     """Give each of layers 1..L-1 a linear head of its own; call it before the optimiser is made.
 
-    A head is the model's own one with another matrix `[C, D]`, without bias, in its last linear layer; the final norm,
-    the pooling and the pooler before it are shared. `(L - 1) C D` parameters are added (Table 1); in a language model C
-    is the size of the vocabulary. They are part of the model's `parameters()` and `state_dict()`. `save_pretrained`
-    leaves them out, so that the checkpoint stays an ordinary one; `DepthTrainer` and `fulldepth.hf.save_exit_heads`
-    write them beside it.
+    An exit head is the model's head with another matrix `[C, D]`, without bias, in its last linear layer; the final
+    norm, the pooling and the pooler before it are shared. `(L - 1) C D` parameters are added (Table 1); in a language
+    model C is the size of the vocabulary. They are part of the model's `parameters()` and `state_dict()`.
+    `save_pretrained` leaves them out, so that the checkpoint is an ordinary one; `DepthTrainer` and
+    `fulldepth.hf.save_exit_heads` write them beside it.
 
     Args:
         model: a language model or a classifier of texts or images of transformers, with or without wrappers.
-        seed: of the heads' weights.
+        seed: seed of the heads' weights.
 
     Raises:
         FulldepthError: if the model has no head, its head does not end in a linear layer, or it has exit heads.
@@ -243,34 +249,33 @@ def aligned_loss(
     labelled = (labels != ignore_index).nonzero()[:, 0]
     number = math.ceil(positions * len(labelled))
     size = math.ceil(chunk / positions)  # of a chunk of positions, of which `chunk` are read
-    everything = labelled_chunks(labels, ignore_index, size)
+    all_chunks = _labelled_chunks(labels, ignore_index, size)
 
     total = torch.zeros((), dtype=dtype, device=device)
-    read = [each for each in zip(shares, hidden_states, heads, strict=True) if each[0]]
+    weighted = [layer for layer in zip(shares, hidden_states, heads, strict=True) if layer[0]]
     if not number:
-        return sum((state[:0].sum(dtype=dtype).to(device) for _, state, _ in read), total)
-    for share, state, own in read:
-        chunks = everything
+        return sum((state[:0].sum(dtype=dtype).to(device) for _, state, _ in weighted), total)
+    for share, state, layer_head in weighted:
+        chunks = all_chunks
         if number < len(labelled):
             drawn = labelled[torch.randperm(len(labelled), device=device)[:number]]
-            chunks = labelled_chunks(
-                torch.full_like(labels, ignore_index).index_copy(0, drawn, labels[drawn]), ignore_index, size
-            )
+            drawn_labels = torch.full_like(labels, ignore_index).index_copy(0, drawn, labels[drawn])
+            chunks = _labelled_chunks(drawn_labels, ignore_index, size)
         for rows, (index, targets) in zip(state.flatten(0, -2).split(size), chunks, strict=True):
             if len(targets):
-                summed = checkpoint(_cross_entropy, own, rows, index, targets, dtype, use_reentrant=False)
+                summed = checkpoint(_cross_entropy, layer_head, rows, index, targets, dtype, use_reentrant=False)
                 total = total + share * summed.to(device)
     return total / number
 
 
-def labelled_chunks(labels: Tensor, ignore_index: int, size: int) -> list[tuple[Tensor, Tensor]]:
-    """Of each chunk of positions the labelled ones and their labels."""
+def _labelled_chunks(labels: Tensor, ignore_index: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    """Return for each chunk of positions the indices of those with a label, and their labels."""
     indices = ((part, (part != ignore_index).nonzero()[:, 0]) for part in labels.split(size))
     return [(index, part[index]) for part, index in indices]
 
 
 def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float]:
-    """Weights of layers 1..L: by name ("linear": `2l / (L(L+1))`, "uniform": `1/L`, "sum": 1) or as given.
+    """Return the weights of layers 1..L, by name ("linear": `2l / (L(L+1))`, "uniform": `1/L`, "sum": 1) or as given.
 
     Raises:
         FulldepthError: for an unknown name, a wrong number of weights, or a negative or infinite weight.
@@ -293,7 +298,7 @@ def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float
 
 
 def _cross_entropy(head: Reader, rows: Tensor, index: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Summed cross-entropy of the chosen rows of one chunk `[N, D]`."""
+    """Return the sum of the cross-entropies at the rows `index` of one chunk `[N, D]`."""
     logits = head(rows.to(targets.device)[index])
     if logits.ndim != 2 or len(logits) != len(targets):
         raise FulldepthError(f"the head must return [N, V] for N = {len(targets)} states, got {tuple(logits.shape)}")

@@ -27,11 +27,15 @@ class CoherencePenalty(LayerTerm):
     """global: the batch mean runs over all processes; process: over each process's own sequences."""
 
     def default_layers(self, num_layers: int) -> Sequence[int]:
-        """2, 4, 6, 8 of 12 layers; for other depths the even ones up to the same fraction of the depth."""
+        """Layers 2, 4, 6, 8 of 12; for other depths the even layers up to the same fraction of the depth."""
         return range(2, round(8 * num_layers / 12) + 1, 2)
 
     def value(self, context: Context) -> Tensor:
-        """Sum over the chosen layers; raises an error for padded batches: padding would dominate the frequencies."""
+        """Sum over the layers of the penalty.
+
+        Raises:
+            FulldepthError: for padded batches, because padding would dominate the frequencies.
+        """
         mask = context.mask
         if mask is not None and not mask.all():
             raise FulldepthError(
@@ -125,7 +129,7 @@ def coherence_penalty(
     # With two sequences the total is sufficient, and reading it would synchronise with the device
     if len(h_out) < 2 and int(sequences) < 2:
         raise FulldepthError(
-            "the coherence penalty needs at least two sequences in a batch, for over one the coherence is 1 by "
+            "the coherence penalty needs at least two sequences in a batch, because over one the coherence is 1 by "
             f"construction; got {int(sequences)}"
         )
     sequences = sequences.detach()
@@ -137,8 +141,8 @@ def coherence_penalty(
 def _spectra(
     h_in: Tensor, h_out: Tensor, bound: float, sharpness: float, eps: float, dtype: torch.dtype, energy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sums over the batch of some channels `[B, T, d]`: spectra `[4, d, K]` (cross real, cross imaginary, in, out), and
-    the energy term's excess.
+    """Return sums over the batch for channels `[B, T, d]`: the spectra `[4, d, K]` (cross real, cross imaginary, in,
+    out), and the energy term's excess.
     """
     x, y = (torch.fft.rfft(_probability(h.to(dtype), bound, sharpness, eps)) for h in (h_in, h_out))  # [B, d, K]
     power_x, power_y = (phi.real.square() + phi.imag.square() for phi in (x, y))

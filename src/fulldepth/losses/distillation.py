@@ -29,7 +29,7 @@ class Distillation(Term):
     .. math:: L = (1 - w) \, L_{ce} + w \, L_{distillation}
 
     The teacher is loaded once, when the objective is attached, in its own precision; it moves to the device of the
-    model's logits and runs in evaluation mode without gradients. It is no part of the model or its checkpoints.
+    model's logits and runs in evaluation mode without gradients. It is not part of the model or its checkpoints.
 
     Source: Hinton et al. 2015 (arXiv 1503.02531), Sec. 2.
     """
@@ -43,7 +43,7 @@ class Distillation(Term):
     teacher: str | Path | PreTrainedModel
     """Folder, Hub name, GGUF file, `package:NAME` or run folder of the teacher; in Python also a loaded model."""
     weight: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.5
-    """w above: 0 = cross-entropy alone, 1 = teacher alone."""
+    """The weight w of the formula: 0 = cross-entropy alone, 1 = teacher alone."""
     temperature: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 1.0
     """Divisor of both models' logits."""
     _teacher: Classifier | None = None
@@ -59,19 +59,19 @@ class Distillation(Term):
         ours = anatomy.vocab_size
         theirs = teacher.anatomy.vocab_size
         if ours != theirs or teacher.anatomy.task != anatomy.task:
-            padded = (
-                " If both have the same tokenizer, the larger vocabulary is padded with rows without tokens: enlarge "
-                f"the other (model.resize_token_embeddings({max(ours or 0, theirs or 0)}) of transformers) and save it."
-            )
-            raise FulldepthError(
+            message = (
                 f"The teacher {opened.name} predicts one of {theirs} tokens ({teacher.anatomy.task}), the model one of "
                 f"{ours} ({anatomy.task}). Distillation needs a teacher with the same vocabulary."
-                + padded
-                * (teacher.anatomy.task == anatomy.task)
             )
+            if teacher.anatomy.task == anatomy.task:
+                message += (
+                    " If both have the same tokenizer, the larger vocabulary is padded with unused rows: enlarge the "
+                    f"other (model.resize_token_embeddings({max(ours or 0, theirs or 0)}) of transformers) and save it."
+                )
+            raise FulldepthError(message)
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Mix the divergence into the loss so far, which is the cross-entropy or the losses of all layers."""
+        """Mix the divergence into the loss, which is the cross-entropy or the weighted losses of all layers."""
         value = self.value(context)
         share = self.weight * self.factor(context, value.device)
         return (1 - self.weight) * loss + share * value.to(loss.device), value.detach()
@@ -118,8 +118,8 @@ def distillation_loss(
 
     Args:
         logits: `s`, `[..., V]`; receives gradients.
-        states: `[..., D]`, what `head` reads `t` from; no gradients.
-        head: `[N, D] -> [N, V]`.
+        states: the teacher's states `[..., D]`, from which `head` computes `t`; they receive no gradients.
+        head: the teacher's head, `[N, D] -> [N, V]`.
         labels: `[...]`, aligned with the positions; only `ignore_index` matters.
         temperature: T, above 0.
         ignore_index: label of positions that do not count.
@@ -141,10 +141,10 @@ def distillation_loss(
 
 
 class _Divergence(torch.autograd.Function):
-    """Summed divergence at the counted positions, and its gradient in the same pass.
+    """Sum of the divergences at the counted positions; the gradient is computed in the same pass.
 
-    Recomputed in the backward pass, as other terms are, the teacher's head and both softmaxes would cost a second time:
-    docs/log.md, 2026-11-27.
+    Other terms are recomputed in the backward pass. Here that would run the teacher's head and both softmaxes a second
+    time (docs/log.md, 2026-11-27).
     """
 
     @staticmethod
@@ -154,16 +154,19 @@ class _Divergence(torch.autograd.Function):
         dtype = statistics_dtype(logits)
         slopes = torch.zeros_like(logits, memory_format=torch.contiguous_format)
         total = torch.zeros((), dtype=dtype, device=logits.device)
-        flat = [each.flatten(0, counted.dim() - 1) for each in (counted, states, logits, slopes)]
-        for part, read, own, slope in zip(*(each.split(chunk) for each in flat), strict=True):
-            expected = head(read[part]).to(dtype)  # [n, V]
-            if expected.shape[-1] != own.shape[-1]:
+        flat = [tensor.flatten(0, counted.dim() - 1) for tensor in (counted, states, logits, slopes)]
+        chunks = zip(*(tensor.split(chunk) for tensor in flat), strict=True)
+        for counts, teacher_states, model_logits, slope in chunks:
+            teacher_logits = head(teacher_states[counts]).to(dtype)  # [n, V]
+            if teacher_logits.shape[-1] != model_logits.shape[-1]:
                 raise FulldepthError(
-                    f"The teacher predicts {expected.shape[-1]:,} tokens, the model {own.shape[-1]:,}."
+                    f"The teacher predicts one of {teacher_logits.shape[-1]:,} tokens, the model one of "
+                    f"{model_logits.shape[-1]:,}; distillation needs equal vocabularies."
                 )
-            log_p, log_q = (each.div_(temperature).log_softmax(-1) for each in (expected, own[part].to(dtype)))
+            log_p = teacher_logits.div_(temperature).log_softmax(-1)
+            log_q = model_logits[counts].to(dtype).div_(temperature).log_softmax(-1)
             total += F.kl_div(log_q, log_p, reduction="sum", log_target=True)
-            slope[part] = log_q.exp_().sub_(log_p.exp_()).div_(temperature).to(slope.dtype)
+            slope[counts] = log_q.exp_().sub_(log_p.exp_()).div_(temperature).to(slope.dtype)
         ctx.save_for_backward(slopes)
         return total
 

@@ -1,8 +1,8 @@
 """Jump-suppressing regulariser: penalises the angular displacement of late layers (JREG, Eq. 5-6).
 
-Mean displacement is here a differentiable function, and its gradient a part of a model's backward pass. Formula and
-treatment of zero vectors are those of `fulldepth.metrics.displacement`: zero vectors have no direction, are excluded
-from means, and have gradient 0.
+The mean displacement is a differentiable function here, and its gradient is part of a model's backward pass. Formula
+and treatment of zero vectors are those of `fulldepth.metrics.displacement`: zero vectors have no direction, are
+excluded from means, and have gradient 0.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ class JumpPenalty(Term):
     """Sharpness of the layers' weights; infinity = the last layer only."""
 
     def value(self, context: Context) -> Tensor:
-        """`jump_penalty` of the residual stream."""
+        """Compute `jump_penalty` of the residual stream."""
         return jump_penalty(context.states["residual"], self.alpha, context.mask)
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """If the states are the model's own tensors, gradients are added as they arrive (see `Displacements`)."""
+        """Add the term; if the states are the model's tensors, its gradients are added as theirs arrive.
+
+        See `Displacements`.
+        """
         if not context.states.holds_the_stream:
             return super().apply(loss, context)
         states = context.states["residual"]
@@ -100,7 +103,7 @@ def jump_weights(num_layers: int, alpha: float = 1.0) -> Tensor:
 
 
 def mean_displacement(previous: Tensor, current: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean displacement of the masked tokens that have a direction, a scalar; 0 without any."""
+    """Mean displacement (a scalar) of the tokens that count and have a direction; 0 if there are none."""
     dtype = statistics_dtype(previous, current)
     before = previous.to(current.device, dtype)
     after = current.to(dtype)
@@ -113,13 +116,13 @@ def mean_displacement(previous: Tensor, current: Tensor, mask: Tensor | None) ->
 
 
 class Displacements:
-    """The weighted mean displacements of one forward pass, whose gradients are added in its backward pass.
+    """Penalty of one forward pass whose gradients are added in its backward pass, state by state.
 
     Ordinary autograd would start the backward pass with the gradients of all L+1 states at once. Here each state's
     contribution is computed when its own gradient arrives, from two states at a time.
 
     Args:
-        states: `h_0..h_L`, `[B, T, D]`, the model's own tensors: gradients do not reach copies.
+        states: `h_0..h_L`, `[B, T, D]`, the model's tensors, because gradients do not reach copies.
         alpha: sharpness of the layers' weights, as in `jump_penalty`.
         mask: `[B, T]` bool, True = counts; None = all.
 
@@ -142,27 +145,30 @@ class Displacements:
                 state.register_hook(partial(self._added, layer))
 
     def added_to(self, loss: Tensor, factor: Tensor | float) -> Tensor:
-        """`loss + factor * penalty`; its backward pass adds the penalty's gradients to those of the states."""
+        """Return `loss + factor * penalty`; its backward pass adds the penalty's gradients to those of the states."""
         combined = loss + (self.value * factor).to(loss.device, loss.dtype)
         combined.register_hook(partial(self._begin, factor))
         return combined
 
     def _begin(self, factor: Tensor | float, upstream: Tensor) -> None:
-        """Called at the start of the backward pass with the gradient of the combined loss."""
+        """Receive the gradient of the combined loss at the start of the backward pass."""
         if torch.is_grad_enabled():
             raise FulldepthError("The displacement penalty has no second derivatives (create_graph=True).")
         if self._upstream is not None:
             raise FulldepthError(
-                "The backward pass ran twice over one forward pass; the displacement penalty keeps its states for one."
+                "The backward pass ran twice over one forward pass; the displacement penalty stores its states for one."
             )
         self._upstream = upstream * factor
 
     def _added(self, layer: int, gradient: Tensor) -> Tensor | None:
-        """Gradient of `h_layer` plus the penalty's; None (unchanged) outside the combined loss's backward pass."""
-        if self._upstream is None or layer > self._next:  # the latter of a leaf in a later backward pass
+        """Return the gradient of `h_layer` plus the penalty's; None (unchanged) outside the loss's backward pass."""
+        if self._upstream is None or layer > self._next:  # a leaf in a later backward pass is above `_next`
             return None
         if layer < self._next:
-            raise FulldepthError(f"The gradients of the states arrived out of order at h_{layer}.")
+            raise FulldepthError(
+                f"The gradient of h_{layer} arrived before that of h_{self._next}; the displacement penalty needs the "
+                "gradients of the states from the last layer to the first."
+            )
         self._next = layer - 1
         added = self._from_above
         self._from_above = None
@@ -170,15 +176,18 @@ class Displacements:
             pair = self._state(layer - 1).requires_grad_(), self._state(layer).requires_grad_()
             with torch.enable_grad():
                 weighted = self._weights[layer - 1] * mean_displacement(*pair, self._mask)
-            self._from_above, own = torch.autograd.grad(weighted, pair, self._upstream.to(weighted))
-            added = own if added is None else added.to(own.device) + own
+            self._from_above, from_below = torch.autograd.grad(weighted, pair, self._upstream.to(weighted))
+            added = from_below if added is None else added.to(from_below.device) + from_below
         self._states[layer] = None
         return None if added is None else (gradient + added.to(gradient.device)).to(gradient.dtype)
 
     def _state(self, index: int) -> Tensor:
-        """A copy of `h_index` in the dtype of sums, or a view of the state if it has this dtype."""
+        """Return a copy of `h_index` in the dtype of sums, or a view of it if it has this dtype."""
         state = self._states[index]
         assert state is not None
         if state._version != self._versions[index]:
-            raise FulldepthError(f"h_{index} was overwritten in place between the forward and the backward pass.")
+            raise FulldepthError(
+                f"h_{index}, which the displacement penalty reads, was overwritten in place between the forward and "
+                "the backward pass."
+            )
         return state.to(statistics_dtype(state)).detach()

@@ -62,7 +62,7 @@ is `standard`, and `cos-regularised` is `similarity`. In fine-tuning from a chec
 
 
 def make_term(name: str, setting: float | Mapping[str, Any]) -> Term:
-    """A term from its weight, or from a mapping of its options.
+    """Make a term from its weight, or from a mapping of its options.
 
     Raises:
         FulldepthError: for an unknown term or option, or an invalid value.
@@ -83,7 +83,7 @@ def make_term(name: str, setting: float | Mapping[str, Any]) -> Term:
 
 
 def per_batch_terms(names: Iterable[str]) -> list[str]:
-    """The names of terms that are functions of a whole batch (`Term.per_batch`)."""
+    """Return the names of terms that are functions of a whole batch (`Term.per_batch`)."""
     return [name for name in names if TERMS[name].per_batch]
 
 
@@ -94,7 +94,7 @@ class Objective:
 
     `aligned` and `multi_exit` replace `L_ce` on the steps on which they are active: `L = weight * L_aligned + ...`.
     `distillation` mixes it with the divergence from a teacher: `L = (1 - weight) * L_ce + weight * L_kl + ...`.
-    Auxiliary losses of the model (balance of experts) stay in every step.
+    Auxiliary losses of the model (balance of experts) are part of every step.
     CR's energy penalty is active while the 1-based optimiser step is at most `energy_warmup`.
 
     In a hand-written loop::
@@ -134,13 +134,13 @@ class Objective:
         self._logits: Tensor | None = None
         self._counting = False
         self._items: Tensor | float | None = None
-        """The step's number of targets that the model was called with."""
+        """`num_items_in_batch` of the model's last call, the step's number of targets."""
         self.factors: dict[str, Tensor | float] = {}
         """Part of the last loss -> its factor: the batch's share of the optimiser step."""
 
     @property
     def attached(self) -> bool:
-        """Whether it is attached to a model."""
+        """True if the objective is attached to a model."""
         return self._activations is not None
 
     def attach(
@@ -157,10 +157,10 @@ class Objective:
         Args:
             model: a model of transformers, of any family with a list of blocks; for models of images and text, the
                 text model is used. PEFT adapters that change the layers, `torch.compile` and DDP are unwrapped.
-            optimizer: its steps are counted; without one, every call in training counts as a step, except where
-                accelerate or a Trainer accumulates gradients (in other loops that accumulate, pass the optimiser or set
-                `step`).
-            tower: the part whose layers are penalised, of a model with several: `encoder` or `decoder` (T5, BART),
+            optimizer: the optimiser whose steps are counted; without one, every call in training counts as a step,
+                except while accelerate or a Trainer accumulates gradients (in other loops that accumulate, pass the
+                optimiser or set `step`).
+            tower: the part whose layers are penalised in a model with several: `encoder` or `decoder` (T5, BART),
                 `text` or `vision` (CLIP).
 
         Raises:
@@ -194,13 +194,15 @@ class Objective:
 
     @torch.compiler.disable
     def _keep_logits(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Store the logits of a forward pass with gradients."""
         if torch.is_grad_enabled():
             self._logits = logits_of(output)
 
     @torch.compiler.disable
     def _take_items(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Keep `num_items_in_batch` from the model, whose loss is then the batch's mean for every class; the objective
-        divides.
+        """Remove `num_items_in_batch` from the model's arguments, so that its loss is the batch's mean in every class.
+
+        The objective divides by it.
         """
         if not torch.is_grad_enabled():
             return None
@@ -219,7 +221,7 @@ class Objective:
         self._activations = self._classifier = None
 
     def state_dict(self) -> dict[str, int]:
-        """State to save with the model and the optimiser, for resuming."""
+        """Return the state to save with the model and the optimiser, for resuming."""
         return {"step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -234,33 +236,34 @@ class Objective:
         *,
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss to call `backward` on, and its parts.
+        """Return the loss to call `backward` on, and its parts.
 
         Args:
             outputs: output of the model, called with `labels`; or its loss.
             batch: inputs of the model; `attention_mask` marks the tokens that count, `aligned` reads `labels`.
-            portion: this call's part of an accumulated or distributed step (see `portions`); `DepthTrainer` fills it
-                in.
-            num_items_in_batch: as `compute_loss` of transformers' Trainer receives it: the step's number of targets,
-                of which the loss and its penalties get their share (exact for penalties where sequences are of one
-                length; else `portions`). The model may have it instead: while an objective is attached, the loss in the
-                model's output is the mean over the batch.
+            portion: this call's part of an accumulated or distributed step (see `portions`); `DepthTrainer` sets it.
+            num_items_in_batch: the step's number of targets, as `compute_loss` of transformers' Trainer receives it.
+                Loss and penalties are scaled by the batch's share of it, which is exact for penalties if all sequences
+                have one length (else use `portions`). It may be passed to the model instead: while an objective is
+                attached, the loss in the model's output is the mean over the batch.
 
-        Returns (where gradients are disabled, the model's own loss without penalties):
+        Returns (if gradients are disabled, the model's own loss without penalties):
             The loss, and `{"ce": ..., term: ...}`: detached, unweighted, in the order of the terms; `auxiliary` is the
-            part of the model's loss that is no cross-entropy, with the model's own factor.
+            part of the model's loss that is not cross-entropy, with the model's own factor.
 
         Raises:
             FulldepthError: if the objective is not attached, the loss or labels are missing, a term cannot be computed
                 on this batch, or the Trainer accumulates gradients and the number of items is not given.
         """
         if self._activations is None or self.task is None or self.anatomy is None:
-            raise FulldepthError("The objective watches no model; call attach(model) before the forward pass.")
+            raise FulldepthError(
+                "The objective is not attached to a model; call attach(model) before the forward pass."
+            )
         try:
             total = self.task.loss(outputs)
             auxiliary = self.task.auxiliary(outputs)
         except FulldepthError:
-            self._activations.clear()  # of the pass that is refused
+            self._activations.clear()
             raise
         balances = getattr(text_config(self.anatomy.model.config), "output_router_logits", False)
         if isinstance(outputs, Tensor) and self.replaces and balances:
@@ -286,22 +289,22 @@ class Objective:
         return self.combine(cross_entropy, auxiliary, batch, portion)
 
     def portions(self, batches: Sequence[Mapping[str, Any]]) -> list[Portion]:
-        """The part of an optimiser step that each of its micro-batches is, over all processes, for `__call__`.
+        """Return the portion of an optimiser step, over all processes, that each of its micro-batches is.
 
         Raises:
             FulldepthError: if the objective is not attached, or the batches have no labels or sequences to count.
         """
         if self.task is None or self.anatomy is None:
-            raise FulldepthError("The objective watches no model; call attach(model) first.")
+            raise FulldepthError("The objective is not attached to a model; call attach(model) first.")
         counts = step_counts(self.task, batches, device_of(self.anatomy.model))
         if "targets" not in counts or "sequences" not in counts:
-            raise FulldepthError("The parts of a step need `labels` and `input_ids` in every batch.")
+            raise FulldepthError("`portions` needs `labels` and `input_ids` in every batch.")
         shares = [(self.task.sequences(batch) or 0) / counts["sequences"] for batch in batches]
         return [Portion(share, counts.get("tokens"), counts["targets"]) for share in shares]
 
     @property
     def replaces(self) -> list[str]:
-        """Names of the terms that take the place of the cross-entropy."""
+        """Names of the terms that replace the cross-entropy."""
         return [name for name, term in self.terms.items() if isinstance(term, LayerwiseLoss)]
 
     def combine(
@@ -311,13 +314,15 @@ class Objective:
         batch: Mapping[str, Any],
         portion: Portion | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`__call__` from the two parts of the model's loss; without terms the objective need not be attached.
+        """Return the result of `__call__` from the two parts of the model's loss.
+
+        Without terms the objective need not be attached.
 
         Args:
             cross_entropy: mean over the batch's targets.
             auxiliary: the rest of the model's loss, with its factor.
             batch: inputs of the model.
-            portion: as there.
+            portion: this call's part of the step, as in `__call__`.
         """
         assert self.task is not None
         portion = portion or Portion()
@@ -352,12 +357,13 @@ class Objective:
 
     @property
     def needs_exit_heads(self) -> bool:
-        """Whether the model must have a head for every layer (`add_exit_heads`)."""
+        """True if the model must have exit heads (`add_exit_heads`)."""
         return any(term.needs_exit_heads for term in self.terms.values())
 
     def drop_idle_gradients(self, step: int) -> None:
-        """Remove the gradients of exit heads in a 1-based step that does not train them, so that the optimiser leaves
-        them as they are, on any number of processes; call it before the step.
+        """Remove the gradients of exit heads in a 1-based step that does not train them; call it before the step.
+
+        The optimiser then does not change the heads, on any number of processes.
         """
         multi_exit = self.terms.get("multi_exit")
         if isinstance(multi_exit, MultiExit) and not multi_exit.active(step) and self.anatomy is not None:
@@ -366,7 +372,7 @@ class Objective:
 
 
 def leaves_scaling_to_loss(model: Any) -> bool:
-    """Whether transformers' Trainer accumulates gradients, and does not divide the loss of this model's class itself.
+    """Return True if transformers' Trainer accumulates gradients and does not divide the loss of this model's class.
 
     Loops of accelerate, which divide, have `num_steps` above 1.
     """
@@ -378,6 +384,6 @@ def leaves_scaling_to_loss(model: Any) -> bool:
 
 
 def times(factor: Tensor | float, value: Tensor) -> Tensor:
-    """The product; a mean over nothing (NaN) times a share of 0 is 0."""
+    """Return the product; 0 if the factor is 0, even for a mean over nothing (NaN)."""
     product = factor * value
     return product.where(torch.as_tensor(factor, device=value.device) != 0, 0.0)

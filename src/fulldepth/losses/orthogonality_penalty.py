@@ -21,15 +21,15 @@ class OrthogonalityPenalty(LayerTerm):
     name = "orthogonality"
     sites = ("attention_output",)
     form: Literal["mean", "frobenius"] = "mean"
-    """mean (the paper's listing) or frobenius (its text)."""
+    """Mean over the entries (mean, the paper's listing), or their sum (frobenius, the paper's text)."""
 
     def default_layers(self, num_layers: int) -> Sequence[int]:
-        """The layers after those of the coherence penalty, and the last but one: 3, 5, 7, 9, 10 of 12."""
+        """Layers after those of the coherence penalty, and the last but one: 3, 5, 7, 9, 10 of 12."""
         after = range(3, round(8 * num_layers / 12) + 2, 2)
         return sorted({layer for layer in (*after, num_layers - 2) if 0 <= layer < num_layers})
 
     def of_layer(self, context: Context, layer: int) -> Tensor:
-        """`orthogonality_penalty` of the attention sub-layer's output."""
+        """Compute `orthogonality_penalty` of the attention sub-layer's output."""
         return orthogonality_penalty(context.states["attention_output"][layer], form=self.form, mask=context.mask)
 
 
@@ -67,8 +67,8 @@ def orthogonality_penalty(h: Tensor, *, form: str = "mean", mask: Tensor | None 
     size = block_size(width * max(length, width), h.device)
     ignored = repeat(None) if mask is None else (~mask.to(h.device, torch.bool)).split(size)
     total = h.new_zeros((), dtype=statistics_dtype(h))
-    for rows, some in zip(h.split(size), ignored, strict=False):
-        total = total + recomputed(_squared_deviation, rows, some, eps)
+    for rows, ignored_rows in zip(h.split(size), ignored, strict=False):
+        total = total + recomputed(_squared_deviation, rows, ignored_rows, eps)
     return total / (sequences * width**2 if form == "mean" else sequences)
 
 

@@ -17,21 +17,21 @@ from fulldepth.losses.term import Context, Term, check_states, recomputed, stati
 class SimilarityPenalty(Term):
     """Cosine distance of every layer to the last one (App. B.3).
 
-    In classifiers of texts and images it compares each sample's feature, which the head reads (as a rule [CLS]), in
-    other models every token that counts.
+    In classifiers of texts and images it compares the state that the head reads (usually that of [CLS]), in other
+    models every token that counts.
     """
 
     name = "similarity"
     sites = ("residual",)
     weights: Literal["linear", "uniform"] | list[float] | tuple[float, ...] = "linear"
-    """linear (2l / (L (L+1))), uniform (1/L), or one number a layer."""
+    """Weights of the layers: linear (2l / (L (L+1))), uniform (1/L), or L numbers."""
 
     def check(self, anatomy: Anatomy) -> None:
         """Check that there is one weight per layer."""
         layer_weights(self.weights, anatomy.num_layers)
 
     def value(self, context: Context) -> Tensor:
-        """`similarity_penalty` of the residual stream."""
+        """Compute `similarity_penalty` of the residual stream."""
         states = context.states["residual"][1:]
         classifier = self._pooling(context)
         if classifier is None:
@@ -41,11 +41,11 @@ class SimilarityPenalty(Term):
         return similarity_penalty(features, self.weights)
 
     def factor(self, context: Context, device: torch.device) -> Tensor | float:
-        """As for all terms; a mean over samples has their share of the step."""
+        """Return the batch's share of the step's tokens, or of its samples where samples are compared."""
         return super().factor(context, device) if self._pooling(context) is None else context.portion.share
 
     def _pooling(self, context: Context) -> Classifier | None:
-        """The head that reads a sample's feature; None where tokens are compared."""
+        """Return the head whose input is compared; None where tokens are compared."""
         return context.classifier if context.task.classifies else None
 
 

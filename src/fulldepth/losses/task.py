@@ -32,16 +32,21 @@ class Task:
     auxiliary_weight: float | None = None
     """Factor of the auxiliary loss (balance of experts) in the model's loss; None if the model names none."""
     tower: str | None = None
-    """The part whose states are read, of a model with several."""
+    """The part whose states are read, in a model with several."""
 
     def keeps_loss(self, model: Any) -> bool:
-        """Whether the model's loss is that of its class or `detection_loss`, not one set by a user."""
+        """Return True if the model's loss is that of its class or `detection_loss`, not one set by a user."""
         return vars(unwrapped(model)).get("_loss_function") in (None, detection_loss)
 
     @classmethod
     def of(cls, model: Any, tower: str | None = None) -> Task:
-        """The task of a model, also inside adapters and other wrappers; for modules that are not from transformers it
-        follows from the class name. `tower`: the part whose states are read.
+        """Return the task of a model, also inside adapters and other wrappers.
+
+        For modules that are not from transformers it follows from the class name.
+
+        Args:
+            model: the model.
+            tower: the part whose states are read.
         """
         with suppress(FulldepthError):
             model = unwrapped(model)
@@ -54,16 +59,16 @@ class Task:
 
     @property
     def shifts(self) -> bool:
-        """Whether the model predicts the next token, so that the label of position t is at t + 1."""
+        """True if the model predicts the next token, so that the label of position t is at t + 1."""
         return self.name == "causal-lm"
 
     @property
     def classifies(self) -> bool:
-        """Whether the model predicts one class of a sequence or an image."""
+        """True if the model predicts one class of a sequence or an image."""
         return self.name.endswith("-classification")
 
     def loss(self, outputs: Any) -> Tensor:
-        """The model's own loss: a mean over targets, and the `auxiliary` loss, if there is one.
+        """Return the model's own loss: a mean over targets, plus the `auxiliary` loss if there is one.
 
         Args:
             outputs: output of the model, called with `labels`; or its loss.
@@ -75,11 +80,13 @@ class Task:
         if not isinstance(outputs, Tensor):
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if not isinstance(loss, Tensor) or loss.ndim:
-            raise FulldepthError("The model gave no loss; call it with `labels`, or pass the loss itself as a scalar.")
+            raise FulldepthError(
+                "The model returned no loss; call it with `labels`, or pass the loss itself as a scalar."
+            )
         return loss
 
     def auxiliary(self, outputs: Any) -> Tensor | None:
-        """The part of the model's own loss that is no cross-entropy, as experts' balancing losses; None if it has none.
+        """Return the part of the model's loss besides cross-entropy, such as experts' balancing losses; None if none.
 
         Args:
             outputs: output of the model, called with `labels`.
@@ -91,12 +98,16 @@ class Task:
         if not isinstance(value, Tensor):
             return None
         if self.auxiliary_weight is None:
-            raise FulldepthError("The model has an auxiliary loss, and its configuration names no factor of it.")
+            raise FulldepthError(
+                "The model has an auxiliary loss, but its configuration does not state its factor "
+                "(router_aux_loss_coef or aux_loss_coef)."
+            )
         return self.auxiliary_weight * value
 
     def labels(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Labels aligned with the positions that predict them, `IGNORE` for positions without a target; None without
-        labels.
+        """Return labels aligned with the positions that predict them; None without labels.
+
+        Positions without a target have `IGNORE`.
 
         Args:
             batch: `labels` are `[B, T]`, or `[B]` for whole sequences; `shift_labels` are already shifted.
@@ -110,14 +121,14 @@ class Task:
         return next_targets(labels) if self.shifts else labels
 
     def targets(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Number of targets over which the loss is averaged; None without labels."""
+        """Return the number of targets over which the loss is averaged; None without labels."""
         labels = self.labels(batch)
         return None if labels is None else (labels != IGNORE).sum()
 
     def layer_losses(
         self, batch: Mapping[str, Any], states: Sequence[Tensor], classifier: Classifier
     ) -> list[Tensor] | None:
-        """Losses of layers 1..L read by the shared head; None if they are cross-entropies of `labels`.
+        """Return losses of layers 1..L read by the shared head; None if they are cross-entropies of `labels`.
 
         Args:
             batch: inputs and labels of the model.
@@ -127,15 +138,15 @@ class Task:
         return None
 
     def sequences(self, batch: Mapping[str, Any]) -> int | None:
-        """Number of sequences or images; None if the batch has none of `INPUTS`."""
+        """Return the number of sequences or images; None if the batch has none of `INPUTS`."""
         entries = (batch.get(name) for name in INPUTS)
         return next((value.shape[0] for value in entries if isinstance(value, Tensor)), None)
 
     def mask(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """`[B, T]` bool, True = counts; None if every token counts (also for other masks, such as `[B, 1, T, T]`).
+        """Return the mask `[B, T]` bool, True = counts; None if every token counts, or for masks like `[B, 1, T, T]`.
 
-        A decoder beside an encoder has `decoder_attention_mask`, else the positions with a label count, which
-        transformers makes its inputs of; images have none.
+        For a decoder beside an encoder this is `decoder_attention_mask`; without one, the positions with a label count,
+        because transformers makes its inputs from the labels. Images have no mask.
         """
         name = {"decoder": "decoder_attention_mask", "vision": ""}.get(self.tower or "", "attention_mask")
         mask = batch.get(name)
@@ -149,7 +160,7 @@ class Task:
         return torch.ones_like(state[..., 0], dtype=torch.bool) if mask is None else mask.to(state.device)
 
     def tokens(self, batch: Mapping[str, Any]) -> Tensor | int | None:
-        """Number of tokens that penalties count: of the mask, else of the ids or embeddings.
+        """Return the number of tokens that penalties count, from the mask or else from the ids or embeddings.
 
         Returns:
             None for images: the number of positions is known only inside the model, and the same for every image.
@@ -169,17 +180,17 @@ class Detection(Task):
     """Detection of objects by a set of queries.
 
     `labels` of a batch is a list with the `class_labels` [n] and `boxes` [n, 4] of each image, and perhaps `crowd` [n],
-    as in `fulldepth.metrics.Detections`. They are no labels of positions: the matching gives each query one anew for
-    each layer. The loss is no mean over targets, so accumulated micro-batches count alike.
+    as in `fulldepth.metrics.Detections`. They are not labels of positions: for each layer, a matching assigns one to
+    each query. The loss is not a mean over targets, so accumulated micro-batches have equal weights.
     """
 
     def layer_losses(
         self, batch: Mapping[str, Any], states: Sequence[Tensor], classifier: Classifier
     ) -> list[Tensor] | None:
-        """Losses of layers 1..L, each read by the model's final norm, class head and box head, or by heads of its own.
+        """Return losses of layers 1..L, each read by the model's final norm, class head and box head.
 
         Args:
-            batch: with `labels`.
+            batch: inputs and `labels`.
             states: `h_1, ..., h_L`, each `[B, Q, D]`.
             classifier: the class head, between the model's forward and backward pass.
 
@@ -198,8 +209,9 @@ class Detection(Task):
 def detection_loss(
     logits: Tensor, labels: Sequence[Mapping[str, Tensor]], device: Any, pred_boxes: Tensor, config: Any, *_: Any
 ) -> tuple[Tensor, dict[str, Tensor], None]:
-    """Transformers' `ForObjectDetectionLoss` of one layer, in float32, without the objects that are crowds; NaN if a
-    prediction is not finite.
+    """Compute transformers' `ForObjectDetectionLoss` of one layer, in float32 and without objects that are crowds.
+
+    The loss is NaN if a prediction is not finite.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.to(dtype)

@@ -1,6 +1,6 @@
 """`Term`: interface of a penalty, with its options, the sites that it reads, and its loss.
 
-Below it what penalties share: checks of hidden states, dtype of statistics, blocks of rows.
+The functions below it are shared by penalties: checks of hidden states, dtype of statistics, blocks of rows.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ class Portion:
 
     @classmethod
     def of_items(cls, task: Task, batch: Mapping[str, Any], number: Tensor | float) -> Portion:
-        """A micro-batch of a step, from what transformers' Trainer knows of the step: its number of targets over all
-        processes. Everything is scaled by the share of the targets.
+        """Return the portion of a micro-batch in a step with `number` targets over all processes.
+
+        Transformers' Trainer knows only this number, so every term is scaled by the share of the targets.
         """
         count = task.targets(batch)
         targets = torch.as_tensor(number) / current().world
         return cls() if count is None else cls(_share(count, targets), None, targets)
 
     def of_targets(self, task: Task, batch: Mapping[str, Any]) -> Tensor | float:
-        """Scale factor of a mean over a batch's targets."""
+        """Return the scale factor of a mean over a batch's targets."""
         count = task.targets(batch)
         return 1.0 if self.targets is None or count is None else _share(count, self.targets)
 
@@ -78,7 +79,7 @@ class Context:
     classifier: Classifier | None = None
     """The model's head, for terms with `needs_head` and for classifiers of samples."""
     logits: Tensor | None = None
-    """`[B, T, V]` the model's own output, for terms with `needs_logits`."""
+    """`[B, T, V]` logits in the model's output, for terms with `needs_logits`."""
 
     @property
     def mask(self) -> Tensor | None:
@@ -86,7 +87,7 @@ class Context:
         return self.task.mask(self.batch)
 
     def token_share(self, device: torch.device) -> Tensor | float:
-        """Scale factor of a mean over this batch's tokens (see `Portion`)."""
+        """Return the scale factor of a mean over this batch's tokens (see `Portion`)."""
         count = self.task.tokens(self.batch)
         if self.portion.tokens is None or count is None:
             return self.portion.share
@@ -94,7 +95,7 @@ class Context:
 
 
 class Term(pydantic.BaseModel, ABC):
-    """Base of the penalties: the fields are its options, checked by their types. A subclass must define `value`.
+    """Base class of penalties: its fields are the options, checked by their types. A subclass must define `value`.
 
     To add a penalty, subclass this in a file of its own, and add the class to `objective.TERMS`.
     """
@@ -104,16 +105,16 @@ class Term(pydantic.BaseModel, ABC):
     name: ClassVar[str]
     """Keyword of `Objective`, and key under `objective` in a recipe."""
     sites: ClassVar[tuple[str, ...]]
-    """Keys of `execution.SITES` whose states it reads."""
+    """Keys of `execution.SITES` whose states the term reads."""
     unit: ClassVar[str] = "1"
     per_batch: ClassVar[bool] = False
-    """Whether the value is a function of the whole batch rather than a mean over tokens."""
+    """True if the value is a function of the whole batch rather than a mean over tokens."""
     needs_head: ClassVar[bool] = False
-    """Whether it reads `Context.classifier`."""
+    """True if the term reads `Context.classifier`."""
     needs_logits: ClassVar[bool] = False
-    """Whether it reads `Context.logits`."""
+    """True if the term reads `Context.logits`."""
     needs_exit_heads: ClassVar[bool] = False
-    """Whether each layer needs a head of its own (`hf.add_exit_heads`)."""
+    """True if the model must have exit heads (`hf.add_exit_heads`)."""
 
     weight: Amount = 1.0
 
@@ -125,7 +126,7 @@ class Term(pydantic.BaseModel, ABC):
         """The penalty of one batch, a differentiable scalar, without its weight."""
 
     def factor(self, context: Context, device: torch.device) -> Tensor | float:
-        """Multiplies this batch's value, so that the sum over an optimiser step is that of one large batch."""
+        """Return the factor of this batch's value, so that the sum over a step is the value of one large batch."""
         return context.portion.share if self.per_batch else context.token_share(device)
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
@@ -143,12 +144,12 @@ class Term(pydantic.BaseModel, ABC):
 
 
 class LayerTerm(Term):
-    """A penalty of the attention sub-layers of some layers: the sum of `of_layer` over them."""
+    """Base class of penalties of the attention sub-layers of some layers: the sum of `of_layer` over the layers."""
 
     per_batch = True
     weight: Amount = 0.01
     layers: list[int] | tuple[int, ...] | None = None
-    """0-based; None = the paper's, at the same share of other depths."""
+    """0-based layers; None = the paper's, at the same share of other depths."""
 
     @abstractmethod
     def default_layers(self, num_layers: int) -> Sequence[int]:
@@ -159,26 +160,26 @@ class LayerTerm(Term):
         """The penalty of a 0-based layer."""
 
     def chosen_layers(self, num_layers: int) -> list[int]:
-        """The 0-based layers that the penalty reads in a model with `num_layers` layers.
+        """Return the 0-based layers that the penalty reads in a model with `num_layers` layers.
 
         Raises:
             FulldepthError: for no layer, duplicates, or a layer that the model does not have.
         """
-        chosen = list(self.default_layers(num_layers) if self.layers is None else self.layers)
-        wrong = [layer for layer in chosen if not 0 <= layer < num_layers]
-        if wrong or not chosen or len(set(chosen)) < len(chosen):
+        layers = list(self.default_layers(num_layers) if self.layers is None else self.layers)
+        wrong = [layer for layer in layers if not 0 <= layer < num_layers]
+        if wrong or not layers or len(set(layers)) < len(layers):
             raise FulldepthError(
-                f"{self.name}.layers is {chosen}; expected different 0-based layers, 0 to {num_layers - 1} of "
+                f"{self.name}.layers is {layers}; expected different 0-based layers, 0 to {num_layers - 1} of "
                 f"{num_layers}."
             )
-        return chosen
+        return layers
 
     def check(self, anatomy: Anatomy) -> None:
-        """Check that the model has the chosen layers."""
+        """Check that the model has the layers of the penalty."""
         self.chosen_layers(anatomy.num_layers)
 
     def value(self, context: Context) -> Tensor:
-        """Sum over the chosen layers, on the device of the last one."""
+        """Sum over the layers of the penalty, on the device of the last one."""
         layers = self.chosen_layers(len(context.states["attention_output"]))
         values = [self.of_layer(context, layer) for layer in layers]
         return torch.stack([value.to(values[-1].device) for value in values]).sum()
@@ -187,12 +188,12 @@ class LayerTerm(Term):
 def step_counts(
     task: Task, batches: Sequence[Mapping[str, Any]], device: Any, *, gather: bool = True
 ) -> dict[str, Tensor]:
-    """`sequences`, `tokens` and `targets` of an optimiser step, as far as they are known.
+    """Count `sequences`, `tokens` and `targets` of an optimiser step, as far as they are known.
 
     Args:
-        task: of the model.
+        task: the model's task.
         batches: the step's micro-batches in this process.
-        device: of the result.
+        device: device of the result.
         gather: take means over processes, because data parallelism averages gradients.
     """
     totals: dict[str, Tensor] = {}
@@ -208,21 +209,21 @@ def step_counts(
 
 
 def _share(count: Tensor, total: Tensor) -> Tensor:
-    """`count / total`; 0 if both are 0."""
+    """Return `count / total`; 0 if both are 0."""
     return torch.nan_to_num(count / total.to(count.device))
 
 
 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-"""A function's result whose backward pass computes it again, and keeps references to the arguments only."""
+"""Call a function so that its backward pass computes it again and only references to the arguments are stored."""
 
 
 def statistics_dtype(*tensors: Tensor) -> torch.dtype:
-    """Dtype of sums and norms of these tensors: float64 if one of them is, else float32."""
+    """Return the dtype for sums and norms of these tensors: float64 if one of them is float64, else float32."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def block_size(size: int, device: torch.device) -> int:
-    """Number of items of `size` elements each in a block that suits the device."""
+    """Return the number of items of `size` elements each in a block that suits the device."""
     room = CPU_BLOCK if device.type == "cpu" else ACCELERATOR_BLOCK
     return max(1, room // max(1, size))
 

@@ -29,14 +29,14 @@ from fulldepth.losses.task import Task
 from fulldepth.losses.term import Portion, step_counts
 
 AnyTrainer: Any = object
-"""The Trainer class that a mixin is put before."""
+"""Stands for the Trainer class that a mixin is combined with."""
 
 
 class Tally:
-    """Running weighted sums of a loss's parts, kept on the device until they are read.
+    """Running weighted sums of a loss's parts, on the device until they are read.
 
     Args:
-        sums: name -> (sum, sum of weights) to go on from.
+        sums: name -> (sum, sum of weights) to start from.
     """
 
     def __init__(self, sums: Mapping[str, Sequence[float]] | None = None) -> None:
@@ -64,21 +64,21 @@ class Tally:
 
 
 class ObjectiveMixin(AnyTrainer):
-    """Put before a Trainer class to give it `objective=`: `class MyTrainer(ObjectiveMixin, SFTTrainer): ...`.
+    """Mixin that gives a Trainer class `objective=`: `class MyTrainer(ObjectiveMixin, SFTTrainer): ...`.
 
-    The cross-entropy is the model's own; the objective adds its penalties and counts optimiser steps. Accumulated
-    micro-batches and processes are weighted by their share of the step's targets (penalties of its tokens, for images
-    of its images; auxiliary losses of its sequences), so that the gradient is that of one large batch (except that the
-    batch means of CR and orthogonality are per micro-batch, those of CR over all processes). With these two terms, a
-    shorter last batch of an epoch is dropped, on any number of processes (but not of a stream). Unlike in the stock
-    Trainer no model class receives `num_items_in_batch`: there is one count for all of them, that of `Task.targets`.
+    The cross-entropy is the model's own; the objective adds its penalties and counts optimiser steps. The parts of a
+    loss are weighted by the share that a micro-batch or process has of the step: cross-entropy by targets, penalties by
+    tokens (for images, by images), auxiliary losses by sequences. The gradient is therefore that of one large batch,
+    except that the batch means of CR and orthogonality are per micro-batch, those of CR over all processes. With these
+    two terms, a shorter last batch of an epoch is dropped, on any number of processes (but not of a stream). Unlike in
+    the stock Trainer no model class receives `num_items_in_batch`; `Task.targets` counts targets for all classes.
 
     Evaluation reports the cross-entropy, without auxiliary losses.
 
     A step whose loss or gradient is not finite does not change the weights and ends the run.
 
     Args:
-        objective: an `Objective`; one that is attached already (`attach(model, tower="decoder")`) stays as it is. None
+        objective: an `Objective`, attached here unless it is attached already (`attach(model, tower="decoder")`). None
             = cross-entropy alone.
         group_options: arguments of the model's `parameter_groups`, if its class has it, besides the Trainer's learning
             rate and weight decay: for `depth_llama` `router_learning_rate` and `decay`.
@@ -101,16 +101,16 @@ class ObjectiveMixin(AnyTrainer):
         **kwargs: Any,
     ) -> None:
         config = getattr(kwargs.get("model", args[0] if args else None), "config", None)
-        self._own_use_cache = getattr(config, "use_cache", None)
+        self._initial_use_cache = getattr(config, "use_cache", None)
         super().__init__(*args, **kwargs)
         if self.args.n_gpu > 1:
             raise FulldepthError(
                 "Several GPUs in one process (DataParallel) are not supported; start one process per GPU with torchrun."
             )
-        # A Trainer's own `objective` is the number of a search
+        # A Trainer's attribute `objective` is the result of a hyperparameter search
         self.depth_objective = objective = objective or Objective()
         self.tallies = {"log": Tally()}
-        """Means of the loss's parts; `log` goes to the Trainer's logs, others may be added to be read separately."""
+        """Means of the loss's parts: `log` for the Trainer's logs; a caller may add others."""
         self._step_counts: dict[str, Tensor] = {}
         model = self.accelerator.unwrap_model(self.model)
         if not objective.attached:
@@ -122,7 +122,8 @@ class ObjectiveMixin(AnyTrainer):
         self.group_options = dict(group_options or {})
         if self.group_options and not hasattr(model, "parameter_groups"):
             raise FulldepthError(
-                f"{type(model).__name__} has no parameter groups of its own, which group_options are for."
+                f"{type(model).__name__} has no parameter groups of its own, so group_options have no effect; leave "
+                "them out."
             )
         self._auxiliary: Tensor | None = None
         if self.task.auxiliary_weight is not None:
@@ -135,7 +136,8 @@ class ObjectiveMixin(AnyTrainer):
             )
         if (replaced := objective.replaces) and not self.task.keeps_loss(model):
             raise FulldepthError(
-                f"{replaced[0]} replaces the cross-entropy, and the model has another loss function. Leave one out."
+                f"{replaced[0]} replaces the cross-entropy, but the model's loss function was replaced too. Leave one "
+                "out."
             )
         self._micro_batches: list[tuple[Tensor, dict[str, Tensor], dict[str, Any]]] = []
         self.args.logging_nan_inf_filter = False  # it would read every loss, which `_require_finite` does
@@ -150,8 +152,9 @@ class ObjectiveMixin(AnyTrainer):
             objective.attach(model)
 
     def parameter_groups(self, model: Any) -> list[dict[str, Any]] | None:
-        """Groups for the optimiser; None = the Trainer's own. By default the model's `parameter_groups`, if its class
-        has it, without frozen parameters.
+        """Return groups for the optimiser: the model's `parameter_groups` without frozen parameters.
+
+        None, which means the Trainer's groups, if the model's class has no such method.
         """
         if not hasattr(model, "parameter_groups"):
             return None
@@ -160,7 +163,7 @@ class ObjectiveMixin(AnyTrainer):
         return [group for group in trained if group["params"]]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The Trainer's optimiser over `parameter_groups`; unchanged if it chooses its parameters itself (GaLore)."""
+        """Make the Trainer's optimiser over `parameter_groups`, unless it chooses its parameters itself (GaLore)."""
         plain = self.accelerator.unwrap_model(self.model if model is None else model)
         groups = self.parameter_groups(plain) if self.optimizer is None else None
         given = self.optimizer_cls_and_kwargs
@@ -175,7 +178,7 @@ class ObjectiveMixin(AnyTrainer):
             self.optimizer_cls_and_kwargs = given
 
     def get_train_dataloader(self) -> Any:
-        """The Trainer's loader; drops a shorter last batch if a term is a function of the whole batch.
+        """Make the Trainer's loader; it drops a shorter last batch if a term is a function of the whole batch.
 
         Raises:
             FulldepthError: if there is such a term and the data contain less than one batch.
@@ -197,8 +200,9 @@ class ObjectiveMixin(AnyTrainer):
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Also counts this optimiser step's sequences, tokens and targets, as far as they are known: means over
-        processes, because data parallelism averages gradients.
+        """Get the Trainer's batches, and count this optimiser step's sequences, tokens and targets where possible.
+
+        The counts are means over processes, because data parallelism averages gradients.
         """
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         gather = self.args.average_tokens_across_devices
@@ -208,10 +212,10 @@ class ObjectiveMixin(AnyTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The Trainer's loss plus the objective's penalties (in evaluation, the cross-entropy alone)."""
+        """Return the Trainer's loss plus the objective's penalties; in evaluation, the cross-entropy alone."""
         batch = dict(inputs)  # some Trainers remove entries
-        found = super().compute_loss(model, inputs, return_outputs)
-        base, outputs = found if return_outputs else (found, None)
+        result = super().compute_loss(model, inputs, return_outputs)
+        base, outputs = result if return_outputs else (result, None)
         auxiliary = self._auxiliary
         self._auxiliary = None
         cross_entropy = base if auxiliary is None else base - auxiliary.to(base.device)
@@ -229,12 +233,13 @@ class ObjectiveMixin(AnyTrainer):
         return loss
 
     def _note_auxiliary(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Keep the auxiliary loss of a forward pass; not all Trainers hand the output on."""
+        """Store the auxiliary loss of a forward pass, because not all Trainers return the output."""
         self._auxiliary = self.task.auxiliary(output)
 
     def _portion(self, inputs: dict[str, Any]) -> Portion:
-        """This micro-batch's fraction of the step. Without a count of targets (detection) the Trainer divides the loss
-        by the number of micro-batches.
+        """Return this micro-batch's portion of the step.
+
+        Without a count of targets (detection) the Trainer divides the loss by the number of micro-batches.
         """
         counts = self._step_counts
         if not counts:
@@ -247,29 +252,31 @@ class ObjectiveMixin(AnyTrainer):
         return Portion(share, tokens, targets)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Also logs the mean of each part over the steps since the last call (of this process)."""
+        """Log the Trainer's numbers, and the mean of each part over this process's steps since the last call."""
         if "loss" in logs:
             sums = self.tallies["log"].take()
             logs = logs | {f"loss_{name}": total / weight for name, (total, weight) in sums.items()}
         super().log(logs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As the Trainer, with the model's first `use_cache`, and the exit heads of a multi-exit model beside it."""
+        """Save as the Trainer does, but with the model's initial `use_cache`, and write exit heads beside the model."""
         passed = state_dict and dict(state_dict)  # transformers removes the heads from it
         model = self.accelerator.unwrap_model(self.model)
-        if self._own_use_cache is not None:  # the Trainer switches the cache of generation off
-            model.config.use_cache = self._own_use_cache
+        if self._initial_use_cache is not None:  # the Trainer turns the cache of generation off
+            model.config.use_cache = self._initial_use_cache
         try:
             super()._save(output_dir, state_dict=passed)
         finally:
-            if self._own_use_cache is not None:
+            if self._initial_use_cache is not None:
                 model.config.use_cache = self.args.use_cache
         if self.args.should_save:
             save_exit_heads(model, output_dir or self.args.output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer, also for classes that transformers saves under other names, whose weights the Trainer would
-        leave as they are (ViT, some experts); and the exit heads of a multi-exit model.
+        """Load the Trainer's checkpoint and the exit heads of a multi-exit model.
+
+        Weights that transformers saves under other names (ViT, some experts), which the Trainer would not load, are
+        loaded too.
         """
         folder = Path(resume_from_checkpoint)
         model = self.accelerator.unwrap_model(self.model)
@@ -282,15 +289,19 @@ class ObjectiveMixin(AnyTrainer):
             restore_exit_heads(model, folder)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Also raises an error if the loss or gradient is not finite; a float16 scaler skips such gradients itself."""
+        """Return the Trainer's norm; raise an error if the loss or gradient is not finite.
+
+        A float16 scaler skips steps with such gradients itself.
+        """
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self.depth_objective.drop_idle_gradients(self.state.global_step + 1)
         self._require_finite(norm if self.accelerator.scaler is None else None)
         return norm
 
     def _require_finite(self, norm: Tensor | float | None) -> None:
-        """Refuse a step whose losses or gradient norm are not finite on any process, before it is taken. A norm of None
-        is unknown, or checked elsewhere.
+        """Refuse a step whose losses or gradient norm are not finite on any process, before it is taken.
+
+        A norm of None is not checked.
         """
         step = self.state.global_step + 1
         batches = self._micro_batches
@@ -318,11 +329,11 @@ class ObjectiveMixin(AnyTrainer):
 
 @torch.no_grad()
 def first_broken_layer(model: Any, inputs: dict[str, Any]) -> str:
-    """Description of the first non-finite weight or state, found by a new forward pass."""
+    """Describe the first non-finite weight or state, found by a new forward pass."""
     if (broken := first_broken_weight(model)) is not None:
         return f"The weight {broken} is not finite."
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        return "The layer was not looked for, because the weights are sharded."
+        return "The layer is not known, because the weights are sharded."
     with capture(find_anatomy(model), ["residual"]) as activations:
         model(**inputs)
         for layer, state in enumerate(activations["residual"]):

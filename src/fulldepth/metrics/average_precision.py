@@ -16,23 +16,23 @@ from fulldepth.core.distributed import current
 from fulldepth.core.errors import needing
 from fulldepth.core.uncertainty import FEWEST_CLUSTERS
 from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import error_of, jackknife_influence
+from fulldepth.metrics.jackknife import influence_of_estimate, standard_error
 
 Target = Mapping[str, Tensor]
 """Objects of one image: `class_labels` [n], `boxes` [n, 4] and perhaps `crowd` [n] bool."""
 
 
 def average_precision(logits: Sequence[Tensor], boxes: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, float]:
-    """Average precision of the detections of some images, in [0, 1].
+    """Average precision of the detections in images, in [0, 1].
 
-    Each query gives one detection: its most probable class other than "no object", with that probability as score
-    (DETR's own reading). Areas of all sizes count; detections on crowds are ignored; at most 100 detections of a class
-    count in an image.
+    Each query gives one detection, as in DETR: its most probable class other than "no object", with that probability
+    as score. Areas of all sizes count; detections on crowds are ignored; at most 100 detections of a class count in an
+    image.
 
     Args:
-        logits: of each image, `[Q, C+1]`, the last class "no object".
-        boxes: of each image, `[Q, 4]`, as in `Detections`.
-        targets: of each image.
+        logits: one tensor `[Q, C+1]` for each image; the last class is "no object".
+        boxes: one tensor `[Q, 4]` for each image, as in `Detections`.
+        targets: the objects of each image.
 
     Returns:
         `ap` (mean over the thresholds 0.5, 0.55, ..., 0.95), `ap50` and `ap75`; NaN without objects.
@@ -47,7 +47,10 @@ def average_precision(logits: Sequence[Tensor], boxes: Sequence[Tensor], targets
 
 
 def matched(logits: Sequence[Tensor], boxes: Sequence[Tensor], targets: Sequence[Target]) -> Any:
-    """The `COCOeval` of pycocotools in which detections are matched to objects; arguments as of `average_precision`."""
+    """Match detections to objects and return pycocotools' `COCOeval` for `precisions`.
+
+    The arguments are those of `average_precision`.
+    """
     tools, evaluation = _pycocotools()
     truth: list[dict[str, Any]] = []
     detected: list[dict[str, Any]] = []
@@ -58,7 +61,7 @@ def matched(logits: Sequence[Tensor], boxes: Sequence[Tensor], targets: Sequence
         probability, best = scores.detach().double().softmax(-1)[:, :-1].max(-1)
         for category, box, score in zip(best, predicted.detach(), probability, strict=True):
             detected.append(_annotation(image, category, box) | {"score": float(score)})
-    classes = sorted({each["category_id"] for each in truth})
+    classes = sorted({annotation["category_id"] for annotation in truth})
     sides = []
     with redirect_stdout(StringIO()):
         for annotations in (truth, detected):
@@ -66,40 +69,46 @@ def matched(logits: Sequence[Tensor], boxes: Sequence[Tensor], targets: Sequence
             side.dataset = {
                 "images": [{"id": image} for image in range(len(targets))],
                 "categories": [{"id": index} for index in classes],
-                "annotations": [{**each, "id": number} for number, each in enumerate(annotations, start=1)],
+                "annotations": [{**entry, "id": number} for number, entry in enumerate(annotations, start=1)],
             }
             side.createIndex()
             sides.append(side)
-        found = evaluation.COCOeval(*sides, "bbox")
-        found.params.areaRng = [[0, 1e10]]
-        found.params.areaRngLbl = ["all"]
-        found.params.maxDets = [100]
-        found.evaluate()
-    return found
+        matches = evaluation.COCOeval(*sides, "bbox")
+        matches.params.areaRng = [[0, 1e10]]
+        matches.params.areaRngLbl = ["all"]
+        matches.params.maxDets = [100]
+        matches.evaluate()
+    return matches
 
 
-def precisions(found: Any, left_out: Collection[int] = ()) -> list[float]:
-    """`ap`, `ap50` and `ap75` of matched detections, without those of some images; NaN without objects."""
-    params = copy(found.params)
+def precisions(matches: Any, left_out: Collection[int] = ()) -> list[float]:
+    """Return `ap`, `ap50` and `ap75` of matched detections; NaN without objects.
+
+    Args:
+        matches: the result of `matched`.
+        left_out: indices of images that do not count.
+    """
+    params = copy(matches.params)
     params.imgIds = [-1 if image in left_out else image for image in params.imgIds]
     with redirect_stdout(StringIO()):
-        found.accumulate(params)
-    by_class = found.eval["precision"].mean(
-        (1, 3, 4)
-    )  # [T, K] over 101 points of recall; -1 of a class without objects
-    values = by_class[:, by_class[0] > -1].mean(1) if (by_class[0] > -1).any() else np.full(len(by_class), np.nan)
+        matches.accumulate(params)
+    # [T, K] for T thresholds, mean over 101 points of recall; -1 for a class without objects
+    by_class = matches.eval["precision"].mean((1, 3, 4))
+    has_objects = by_class[0] > -1
+    values = by_class[:, has_objects].mean(1) if has_objects.any() else np.full(len(by_class), np.nan)
     thresholds = params.iouThrs.round(2).tolist()
     return [float(values.mean()), *(float(values[thresholds.index(limit)]) for limit in (0.5, 0.75))]
 
 
 def _annotation(image: int, category: Tensor, box: Tensor) -> dict[str, Any]:
-    """A box in COCO's form: left, top, width, height."""
+    """Return an annotation in COCO's form, whose box is left, top, width, height."""
     x, y, width, height = box.double().tolist()
     corner = [x - width / 2, y - height / 2, width, height]
     return {"image_id": image, "category_id": int(category), "bbox": corner, "area": width * height}
 
 
 def _pycocotools() -> tuple[Any, Any]:
+    """Import pycocotools; raise a `FulldepthError` if it is not installed."""
     with needing("pycocotools", "vision", "Average precision"):
         from pycocotools import coco, cocoeval  # noqa: PLC0415  # an extra
     return coco, cocoeval
@@ -108,7 +117,7 @@ def _pycocotools() -> tuple[Any, Any]:
 class AveragePrecision(Measure):
     """Average precision of layers 1..L with its standard error (jackknife over groups of images).
 
-    A layer is read by the model's final norm, class head and box head, or by heads of its own (multi-exit).
+    A layer is read by the model's final norm, class head and box head, or by its exit head in a multi-exit model.
     """
 
     name = "average_precision"
@@ -133,32 +142,33 @@ class AveragePrecision(Measure):
         if detections is None or detections.targets is None:
             raise ValueError("this observation has no boxes; average_precision needs predicted and true ones")
         for row, (sequence, target) in enumerate(zip(observation.sequence.tolist(), detections.targets, strict=True)):
-            logits, boxes = (each[:, row].detach().cpu() for each in (detections.logits, detections.boxes))
+            logits = detections.logits[:, row].detach().cpu()  # [L, Q, C+1]
+            boxes = detections.boxes[:, row].detach().cpu()  # [L, Q, 4]
             self.images[sequence] = logits, boxes, {name: value.cpu() for name, value in target.items()}
 
     def compute(self) -> tuple[Tensor, Tensor, int]:
         """[L, 3] the average precisions over all processes, `[G, L, 3]` influences on them (G = 0 for fewer than three
         groups), and the number of objects.
         """
-        images = {index: found for part in current().gather(self.images) for index, found in part.items()}
+        images = {index: image for part in current().gather(self.images) for index, image in part.items()}
         ordered = sorted(images)
         groups = self.setup.groups
-        group = self.setup.group_of[ordered].tolist()
+        group_of = self.setup.group_of[ordered].tolist()
+        members = [{place for place, number in enumerate(group_of) if number == group} for group in range(groups)]
         logits, boxes, targets = zip(*(images[index] for index in ordered), strict=True) if images else ((), (), ())
         values = []
         without = []
         for layer in range(self.setup.num_layers):
-            found = matched([each[layer] for each in logits], [each[layer] for each in boxes], targets)
-            values.append(precisions(found))
+            matches = matched([image[layer] for image in logits], [image[layer] for image in boxes], targets)
+            values.append(precisions(matches))
             if groups >= FEWEST_CLUSTERS:
-                members = [{place for place, own in enumerate(group) if own == out} for out in range(groups)]
-                without.append([precisions(found, left_out) for left_out in members])
-        influences = jackknife_influence(torch.tensor(without).transpose(0, 1)) if without else torch.zeros(0)
+                without.append([precisions(matches, left_out) for left_out in members])
+        influences = influence_of_estimate(torch.tensor(without).transpose(0, 1)) if without else torch.zeros(0)
         count = sum(int((~target["crowd"]).sum()) if "crowd" in target else len(target["boxes"]) for target in targets)
         return torch.tensor(values, dtype=torch.float64), influences, count
 
     def influences(self) -> list[Influence]:
-        """On the three numbers of each layer 1..L."""
+        """Influences on the three numbers of each layer 1..L."""
         _, values, count = self.compute()
         layers = enumerate(values.unbind(1), start=1) if count and len(values) else ()  # [G, 3] each
         return [
@@ -170,11 +180,11 @@ class AveragePrecision(Measure):
     def rows(self) -> list[Row]:
         """Three rows for each layer 1..L, and three for their errors if they are known; none without objects."""
         values, influences, count = self.compute()
-        errors = error_of(influences) if len(influences) else torch.full_like(values, torch.nan)
+        errors = standard_error(influences) if len(influences) else torch.full_like(values, torch.nan)
         rows = []
         for layer in range(self.setup.num_layers if count else 0):
-            found: dict[str, float] = {}
+            numbers: dict[str, float] = {}
             for name, value, error in zip(self.statistics, values[layer].tolist(), errors[layer].tolist(), strict=True):
-                found |= {name: value, f"standard_error_of_{name}": error}
-            rows += self.rows_of(found, count, layer + 1)
+                numbers |= {name: value, f"standard_error_of_{name}": error}
+            rows += self.rows_of(numbers, count, layer + 1)
         return rows

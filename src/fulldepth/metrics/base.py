@@ -20,7 +20,7 @@ from torch.nn.functional import one_hot
 
 from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import deal
-from fulldepth.metrics.jackknife import error_of, ratio_influence
+from fulldepth.metrics.jackknife import influence_of_ratio, standard_error
 from fulldepth.metrics.reservoir import CPU, Accumulator, Reservoir
 
 NO_FIRST = ":no-first"
@@ -64,10 +64,10 @@ class Row(NamedTuple):
 
 
 class Influence(NamedTuple):
-    """What each group of clusters adds to the deviation of a number; keyed as the number's row of the table.
+    """Contribution of each group of clusters to the deviation of a number; has the keys of the number's table row.
 
-    The number's standard error is `uncertainty.error_of(values)`. Values of two results with the same text and groups
-    subtract, which gives the error of a paired difference.
+    The number's standard error is `uncertainty.error_of(values)`. For two results with the same text and groups, the
+    differences of the values give the error of the paired difference.
     """
 
     measure: str
@@ -80,12 +80,13 @@ class Influence(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a mean stands: `at` in the sums, and in the table."""
+    """Position of a mean in the sums and in the table."""
 
     at: tuple[int, ...]
+    """Index into the sums."""
     layer: int
     suffix: str = ""
-    """Of the statistics' names."""
+    """End of the statistics' names."""
     site: str = "residual"
 
 
@@ -100,7 +101,7 @@ class Setup:
     value_width: int = 0
     """Channels of the value states (number of key/value heads times head size); 0 without value states."""
     chained: bool = True
-    """Whether every layer's input is exactly the previous layer's output (False for a tree of residual paths)."""
+    """True if every layer's input is exactly the previous layer's output (False for a tree of residual paths)."""
     routed_heads: int = 0
     """Key/value heads whose keys and values a memory router mixes; 0 without a memory."""
     head_shares: tuple[tuple[float, ...], ...] = ()
@@ -111,12 +112,11 @@ class Setup:
     num_sequences: int = 0
     """Sequences in the whole data set, over all processes."""
     clusters: tuple[int, ...] = ()
-    """Identity of each sequence's unit of independence (`fulldepth.core.uncertainty`); empty = each sequence is its
-    own."""
+    """Identity of each sequence's unit of independence (`fulldepth.core.uncertainty`); empty = each sequence is one."""
     num_tokens: int = 0
     """Counted tokens (padding and token policy applied), over all processes."""
     first_tokens: bool = True
-    """Whether the token policy keeps first tokens; if so, statistics are also reported without them."""
+    """True if the token policy keeps first tokens; if so, statistics are also reported without them."""
     reservoir_tokens: int = 2048
     """Maximum number of tokens, chosen by a seeded hash, that are stored for statistics that are not sums."""
     entropy_sequences: int = 64
@@ -147,7 +147,7 @@ class Setup:
         return ("", NO_FIRST) if self.first_tokens else ("",)
 
     def reservoir(self, site: str, tokens: int | None = None) -> Reservoir:
-        """The shared reservoir of `site` (`residual` or `reference`) for so many tokens, created on first use."""
+        """Return the shared reservoir of `site` (`residual` or `reference`) for so many tokens, made on first use."""
         tokens = tokens or self.reservoir_tokens
         name = site if tokens == self.reservoir_tokens else f"{site} ({tokens} tokens)"
         if name not in self.reservoirs:
@@ -158,7 +158,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Readout:
-    """The last layer's classifier applied to every layer, at the `M` positions of a batch that have a target."""
+    """Predictions of the last layer's classifier on every layer, at the `M` positions of a batch that have a target."""
 
     agrees: Tensor
     """[L+1, M] bool: the layer's top prediction equals the last layer's."""
@@ -208,7 +208,7 @@ class Observation:
     """site -> layer -> mixing weights of the model: `routing` (see `retrieval_weight`)."""
 
     pooled: bool = False
-    """Whether a sequence counts as one vector, the mean of its counted states (then N = B everywhere below)."""
+    """True if a sequence counts as one vector, the mean of its counted states (then N = B everywhere below)."""
 
     @cached_property
     def lens(self) -> Readout:
@@ -220,9 +220,10 @@ class Observation:
     def select(self, site: str, where: Tensor) -> Tensor:
         """[S, N, D] float32 features of `site` at the `N` positions where `where: [B, T]` holds."""
         states = self.states[site]
-        flat = states.flatten(1, 2)
-        chosen = flat if bool(where.all()) else flat[:, where.flatten()]
-        return chosen if chosen.dtype == torch.float64 else chosen.float()
+        features = states.flatten(1, 2)  # [S, B T, D]
+        if not bool(where.all()):
+            features = features[:, where.flatten()]
+        return features if features.dtype == torch.float64 else features.float()
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -230,7 +231,7 @@ class Observation:
         return self.features("residual")
 
     def features(self, site: str) -> Tensor:
-        """[S, N, D] states of a site that count: at the counted positions, or their mean for each sequence."""
+        """[S, N, D] states of a site at the counted positions; if `pooled`, their mean in each sequence."""
         if not self.pooled:
             return self.select(site, self.counted)
         states = self.states[site]
@@ -251,7 +252,7 @@ class Observation:
 
     @cached_property
     def first(self) -> Tensor:
-        """[N] bool: whether the counted token is the first of its sequence."""
+        """[N] bool: True for counted tokens that are the first of their sequence."""
         return ~later_than_first(self.keys)
 
     @cached_property
@@ -286,11 +287,11 @@ class Observation:
 
 
 def ignore(done: int) -> None:
-    """Do nothing with progress."""
+    """Ignore progress."""
 
 
 class Measure(Accumulator):
-    """Base of the accumulators of measures. A subclass declares its inputs, adds its states and turns them into rows.
+    """Base class of the accumulators of measures. A subclass declares its inputs, adds states and turns them into rows.
 
     `name` is the measure's key in the registry; `units` maps each statistic (without suffix) to a unit.
     """
@@ -303,16 +304,16 @@ class Measure(Accumulator):
     """Requirements, out of `targets, labels, words, equal_lengths, several_sequences, reference, weights, routing,
     head_shares, boxes, objects`."""
     steps: ClassVar[int] = 1
-    """Parts of its statistics, for progress; a measure with several calls `advance`."""
+    """Number of parts of `rows`, for progress; a measure with several calls `advance`."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
         self.setup = setup
         self.advance: Callable[[int], None] = ignore
-        """Called with the number of `steps` that `rows` has done since the last call."""
+        """Function that receives the number of `steps` that `rows` has done since the last call."""
 
     def forecast(self) -> float:
-        """About how many seconds `rows` will take once all data are added; 0 if it is not worth a trial."""
+        """Estimate the seconds that `rows` will take once all data are added; 0 if they are too few to estimate."""
         return 0.0
 
     def add_sum(self, name: str, *shape: int, dtype: torch.dtype = torch.float64) -> None:
@@ -325,12 +326,12 @@ class Measure(Accumulator):
 
     @abstractmethod
     def rows(self) -> list[Row]:
-        """The statistics as rows of `results.parquet`."""
+        """Return the statistics as rows of `results.parquet`."""
 
     def influences(self) -> list[Influence]:
-        """One entry for every number whose error is known from sums per group; none for other measures.
+        """Return one entry for every number whose error is known from sums per group; none for other measures.
 
-        Over all processes, like `compute`, so every process has to call it.
+        Sums are over all processes, as in `compute`, so every process must call it.
         """
         with self.sync_context(
             dist_sync_fn=self.dist_sync_fn, should_sync=self._to_sync, should_unsync=self._should_unsync
@@ -338,7 +339,7 @@ class Measure(Accumulator):
             return self.influences_here()
 
     def influences_here(self) -> list[Influence]:
-        """`influences` from the states as they are."""
+        """Compute `influences` from this process's states, which hold the sums of all processes when it is called."""
         return []
 
     def influence(
@@ -349,7 +350,7 @@ class Measure(Accumulator):
         other: int | None = None,
         site: str = "residual",
     ) -> Influence:
-        """The influences `[G]` on one number of this measure."""
+        """Make the entry for the influences `[G]` on one number of this measure."""
         return Influence(self.name, site, layer, other, statistic, values.tolist())
 
     def row(
@@ -361,14 +362,14 @@ class Measure(Accumulator):
         other: int | None = None,
         site: str = "residual",
     ) -> Row:
-        """One row of this measure, in the statistic's unit."""
+        """Make one row of this measure, in the statistic's unit."""
         unit = self.units[statistic.removesuffix(NO_FIRST)]
         return Row(self.name, site, layer, other, statistic, float(value), int(count), unit)
 
     def rows_of(
         self, statistics: Mapping[str, float], count: float, layer: int | None = None, site: str = "residual"
     ) -> list[Row]:
-        """One row per statistic, except for standard errors that are NaN."""
+        """Make one row per statistic, except for standard errors that are NaN."""
         return [
             self.row(statistic, value, count, layer, site=site)
             for statistic, value in statistics.items()
@@ -377,19 +378,20 @@ class Measure(Accumulator):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the states, those of its own parts included, without the setup's shared reservoirs."""
-        own = {part for part in self.modules() if isinstance(part, Reservoir)} - {*self.setup.reservoirs.values()}
-        return super().nbytes + sum(part.nbytes for part in own)
+        """Size of the states in bytes, including reservoirs that are not shared with other measures."""
+        reservoirs = {part for part in self.modules() if isinstance(part, Reservoir)}
+        unshared = reservoirs - {*self.setup.reservoirs.values()}
+        return super().nbytes + sum(reservoir.nbytes for reservoir in unshared)
 
 
 class OfLayers(Measure):
-    """One number of each layer 0..L over a sample of tokens."""
+    """Base class of measures with one number for each layer 0..L over a sample of tokens."""
 
     units: ClassVar[Mapping[str, str]] = {"value": "1"}
 
     @abstractmethod
     def compute(self) -> tuple[list[float], int]:
-        """The numbers of layers 0..L, none where the sample does not allow them, and the number of tokens."""
+        """Return the numbers of layers 0..L (empty if the sample does not allow them), and the number of tokens."""
 
     def rows(self) -> list[Row]:
         """One row for each layer 0..L."""
@@ -398,14 +400,14 @@ class OfLayers(Measure):
 
 
 class Means(Measure):
-    """Means, with their standard errors, from sums and counts per group of clusters.
+    """Base class of means with standard errors, from sums and counts per group of clusters.
 
     The states are `sums [G, *shape]` and `counts`, which broadcasts to it. A subclass names their `places`; by default
     they are those of layers 1..L in every view, `[G, L, 2]`.
 
     Args:
         setup: sizes.
-        shape: of the sums; empty = `[L, 2]`.
+        shape: shape of the sums; empty = `[L, 2]`.
         counts: shape of the counts; None = that of the sums.
     """
 
@@ -419,12 +421,12 @@ class Means(Measure):
         self.add_grouped("counts", *(counts or shape))
 
     def places(self, counts: Tensor) -> Iterable[Place]:
-        """Where the means stand, given the `counts [*shape]` of all processes."""
+        """Yield the places of the means, given the `counts [*shape]` of all processes."""
         for view, suffix in enumerate(self.setup.views):
             yield from (Place((layer, view), layer + 1, suffix) for layer in range(self.setup.num_layers))
 
     def add_tokens(self, values: Tensor, observation: Observation) -> None:
-        """Add the finite ones of `values [K, N]` of the counted tokens to sums and counts `[G, K, 2]` of both views."""
+        """Add the finite `values [K, N]` of the counted tokens to the sums and counts `[G, K, 2]` of both views."""
         weights = observation.weights_by_group(self.setup).flatten(1).to(values.device)  # [N, G * 2]
         valid = values.isfinite()
         for state, terms in ((self.sums, values.where(valid, 0.0)), (self.counts, valid.double())):
@@ -434,12 +436,12 @@ class Means(Measure):
         """`mean`, `standard_error` and `count`, each `[*shape]`."""
         total = self.sums.sum(0)
         counts = self.counts.sum(0)
-        error = error_of(ratio_influence(self.sums, self.counts))
+        error = standard_error(influence_of_ratio(self.sums, self.counts))
         return {"mean": total / counts, "standard_error": error, "count": counts.expand_as(total)}
 
     def influences_here(self) -> list[Influence]:
-        """On every mean with data."""
-        values = ratio_influence(self.sums, self.counts).movedim(0, -1)  # [*shape, G]
+        """Influences on every mean with data."""
+        values = influence_of_ratio(self.sums, self.counts).movedim(0, -1)  # [*shape, G]
         return [
             self.influence(f"mean{place.suffix}", values[place.at], place.layer, site=place.site)
             for place in self.places(self.counts.sum(0))

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import POSITION_BITS, Influence, Measure, Observation, Row, Setup, later_than_first
-from fulldepth.metrics.hsic import Estimates, Hsic, hsic_of, hsic_of_views
-from fulldepth.metrics.jackknife import error_of, jackknife_influence
+from fulldepth.metrics.hsic import Hsic, hsic_of, hsic_of_views
+from fulldepth.metrics.jackknife import influence_of_estimate, standard_error
 
 NO_HSIC = 1e-13
-"""A layer's HSIC with itself counts as 0 (rounding) below this fraction of the terms whose difference it is."""
+"""Fraction of the terms of an HSIC below which a layer's HSIC with itself is rounding and counts as 0."""
 STORED = 1 << 30
-"""Most bytes of the tokens that are kept for CKA alone."""
+"""Most bytes of tokens stored for CKA alone."""
 MOST_TOKENS = 1 << 15
-"""Most tokens that are kept for CKA alone: the time of HSIC grows with their square."""
+"""Most tokens stored for CKA alone, because the time of HSIC grows with their square."""
 
 
 def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> Tensor:
@@ -52,7 +52,8 @@ def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> Tensor:
     """
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
         raise ValueError(f"x and y must be [N, D] and [N, E], got {tuple(x.shape)} and {tuple(y.shape)}")
-    return _ratio(_chosen(hsic_of([x, y]), debiased))[0, 1]
+    estimates = hsic_of([x, y])
+    return _ratio(estimates.debiased if debiased else estimates.biased)[0, 1]
 
 
 def cka_matrix(features: Tensor, debiased: bool = True) -> Tensor:
@@ -70,21 +71,22 @@ def cka_matrix(features: Tensor, debiased: bool = True) -> Tensor:
     """
     if features.ndim != 3:
         raise ValueError(f"features must be [L+1, N, D], got {tuple(features.shape)}")
-    return _ratio(_chosen(hsic_of(list(features)), debiased))
+    estimates = hsic_of(list(features))
+    return _ratio(estimates.debiased if debiased else estimates.biased)
 
 
 TRIALS = (256, 512)
 """Numbers of tokens from which the time of all tokens is forecast."""
 FORECAST = 4
-"""A forecast is made for at least as many times the tokens of the larger trial."""
+"""The time is forecast only if there are at least this many times the tokens of the larger trial."""
 
 
 class Cka(Measure):
     """Debiased and biased CKA of every pair of layers; `count` is the number of tokens behind an estimate.
 
-    Both estimates are over all counted tokens, as `linear_cka` computes them, whatever the order of the data. Of more
-    tokens than `STORED` bytes or `MOST_TOKENS`, they are over a uniform sample, or over the shared one if it is larger.
-    The unbiased HSIC of the sample estimates that of all tokens without bias.
+    Both estimates are over all counted tokens, as `linear_cka` computes them, whatever the order of the data. If the
+    tokens exceed `STORED` bytes or `MOST_TOKENS`, the estimates are over a uniform sample, or over the shared sample if
+    it is larger. The unbiased HSIC of the sample estimates that of all tokens without bias.
 
     The standard error is a jackknife over groups of clusters, and includes the error of the sample.
     """
@@ -124,32 +126,32 @@ class Cka(Measure):
                 self.advance(further)
 
         later = later_than_first(sample.keys)
-        both = hsic_of_views(sample.features.transpose(0, 1), later, group, self.setup.groups, advance)
-        views = both[: len(self.setup.views)]
-        influences = [jackknife_influence(_ratio(view.without)) for view in views]
+        estimates = hsic_of_views(sample.features.transpose(0, 1), later, group, self.setup.groups, advance)
+        views = estimates[: len(self.setup.views)]
+        influences = [influence_of_estimate(_ratio(view.without)) for view in views]
         return {
             "debiased": torch.stack([_ratio(view.debiased) for view in views]),
-            "standard_error_of_debiased": torch.stack([error_of(influence) for influence in influences]),
+            "standard_error_of_debiased": torch.stack([standard_error(influence) for influence in influences]),
             "biased": torch.stack([_ratio(view.biased) for view in views]),
             "influences": influences[0],
             "count": torch.tensor([view.tokens for view in views]),
         }
 
     def forecast(self) -> float:
-        """Seconds by two trials on few tokens of noise: the time grows with the square of the number of tokens."""
+        """Estimate seconds from two trials on noise: the time grows with the square of the number of tokens."""
         setup = self.setup
         count = min(self.tokens.capacity, self.setup.num_tokens)
         if count < FORECAST * TRIALS[-1]:
             return 0.0
         seconds = []
         generator = torch.Generator(setup.device).manual_seed(0)
-        for few in TRIALS:
-            noise = torch.randn(setup.num_layers + 1, few, setup.width, device=setup.device, generator=generator)
-            numbers = torch.arange(few, device=setup.device)
+        for tokens in TRIALS:
+            noise = torch.randn(setup.num_layers + 1, tokens, setup.width, device=setup.device, generator=generator)
+            numbers = torch.arange(tokens, device=setup.device)
             start = time.perf_counter()
             hsic_of_views(noise, numbers % 2 > 0, numbers % setup.groups, setup.groups)
             seconds.append(time.perf_counter() - start)
-        first, second = (few**2 for few in TRIALS)
+        first, second = (tokens**2 for tokens in TRIALS)
         return max(0.0, seconds[0] + (seconds[1] - seconds[0]) * (count**2 - first) / (second - first))
 
     def rows(self) -> list[Row]:
@@ -167,24 +169,19 @@ class Cka(Measure):
         ]
 
     def influences(self) -> list[Influence]:
-        """Of `debiased` of every layer with the next and with the last, where an error is known."""
+        """Influences on `debiased` of every layer with the next and with the last, if an error is known."""
         values = self.compute()["influences"]
         last = self.setup.num_layers
         pairs = [pair for layer in range(last) for pair in dict.fromkeys([(layer, layer + 1), (layer, last)])]
         return [
             Influence(self.name, "residual", *pair, "debiased", values[:, *pair].tolist())
             for pair in pairs
-            if bool(error_of(values[:, *pair]).isfinite())
+            if bool(standard_error(values[:, *pair]).isfinite())
         ]
-
-
-def _chosen(estimates: Estimates, debiased: bool) -> Hsic:
-    """One of the two."""
-    return estimates.debiased if debiased else estimates.biased
 
 
 def _ratio(hsic: Hsic) -> Tensor:
     """`[..., S, S]` CKA; NaN where a layer's HSIC with itself is not positive."""
-    own = hsic.values.diagonal(dim1=-2, dim2=-1)
-    norm = own.sqrt().where(own > NO_HSIC * hsic.terms, torch.nan)
+    with_itself = hsic.values.diagonal(dim1=-2, dim2=-1)  # [..., S]
+    norm = with_itself.sqrt().where(with_itself > NO_HSIC * hsic.terms, torch.nan)
     return (hsic.values / (norm[..., :, None] * norm[..., None, :])).clamp(-1.0, 1.0)

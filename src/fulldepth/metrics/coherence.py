@@ -108,7 +108,7 @@ def spectra(h: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _standardised(h: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`[B, D, T]` channels of `h: [B, T, D]`, standardised along the sequence, and `[B, D, 1]` which are constant."""
+    """`[B, D, T]` channels of `h: [B, T, D]`, standardised along the sequence, and `[B, D, 1]` bool: constant ones."""
     batch, length, width = h.shape
     if length < 2:
         raise ValueError("coherence needs at least two positions per sequence, got one")
@@ -116,7 +116,7 @@ def _standardised(h: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     mean = x.mean(-1, keepdim=True)
     x -= mean
     if dtype == torch.float32:
-        x -= x.mean(-1, keepdim=True)  # what rounding of the first mean left
+        x -= x.mean(-1, keepdim=True)  # removes the rounding error of the first mean
     std = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / math.sqrt(length - 1)
     rounding = torch.finfo(h.dtype if h.dtype == torch.float64 else torch.float32).eps
     constant = std <= 4 * rounding * (mean.abs() + STD_EPS)
@@ -164,8 +164,9 @@ class Coherence(Measure):
         self.add_sum("power_residual", layers + 1, *cells)
         self.add_sum("power_input", 0 if setup.chained else layers, *cells)
         self.add_sum("power_attention", layers, *cells)
-        kept = min(setup.width, GROUPED_CHANNELS)  # evenly spaced
-        self.channels = torch.linspace(0, setup.width - 1, kept, dtype=torch.float64).round().long().to(setup.device)
+        count = min(setup.width, GROUPED_CHANNELS)
+        evenly_spaced = torch.linspace(0, setup.width - 1, count, dtype=torch.float64)
+        self.channels = evenly_spaced.round().long().to(setup.device)
         grouped = (len(self.channels), cells[1])
         self.group_of = setup.group_of.to(setup.device) % SPECTRAL_GROUPS
         groups = min(setup.groups, SPECTRAL_GROUPS)
@@ -179,9 +180,11 @@ class Coherence(Measure):
         attention = observation.states.get("attention_output")
         inputs = None if self.setup.chained else observation.states.get("attention_input")
         length = residual.shape[2]
-        if length != self.setup.sequence_length or not bool(observation.attention_mask.all()):  # would mix frequencies
+        padded = not bool(observation.attention_mask.all())
+        if length != self.setup.sequence_length or padded:  # frequencies would be mixed
             raise ValueError(
-                f"coherence needs sequences of one length, {self.setup.sequence_length}, got {length}, or padding"
+                f"coherence needs sequences of one length, {self.setup.sequence_length} positions without padding, got "
+                f"{length} positions {'with' if padded else 'without'} padding"
             )
         group = self.group_of[observation.sequence.to(self.group_of.device)]
         width = residual.shape[-1]
@@ -219,19 +222,19 @@ class Coherence(Measure):
 
     def _add_by_group(self, part: slice, group: Tensor, layer: int, power: Tensor, cross: Tensor | None) -> None:
         """Add the power `[B, C, K]` of a layer's output (layers 0..L), and its products with the layer's input, to the
-        sums of each group, for those of the channels `part` that are kept.
+        sums of each group, for the channels of `part` whose sums are kept per group.
         """
-        chosen = (self.channels >= part.start) & (self.channels < part.stop)
-        slots = chosen.nonzero().flatten()
+        in_part = (self.channels >= part.start) & (self.channels < part.stop)
+        slots = in_part.nonzero().flatten()
         if not len(slots):
             return
-        kept = self.channels[slots] - part.start
-        home = self.group_power.device
+        channels = self.channels[slots] - part.start
+        device = self.group_power.device
         slots = slice(int(slots[0]), int(slots[-1]) + 1)
-        power = power[:, kept.to(power.device)].to(self.group_power)
+        power = power[:, channels.to(power.device)].to(self.group_power)
         self.group_power[:, layer, slots].index_add_(0, group, power)
         if cross is not None:
-            cross = cross[:, kept.to(cross.device)].to(home, torch.complex128)
+            cross = cross[:, channels.to(cross.device)].to(device, torch.complex128)
             total = torch.view_as_real(self.group_cross[:, layer - 1, slots])
             total.index_add_(0, group, torch.view_as_real(cross))
 
@@ -259,7 +262,7 @@ class Coherence(Measure):
         layers = self.setup.num_layers
         if not bool((rest > 1).all()):
             return rest.new_full((len(rest), layers + 1), torch.nan), rest.new_full((layers + 1,), torch.nan)
-        without = []  # of each group: [L, C] contributions of the channels to the corrected mean over cells
+        without = []  # for each group: [L, C] contributions of the channels to the corrected mean over cells
         for cross, power, count in zip(
             leave_one_out(self.group_cross), leave_one_out(self.group_power), rest, strict=True
         ):
@@ -271,11 +274,14 @@ class Coherence(Measure):
         return torch.stack([values for values, _ in pairs], 1), torch.stack([error for _, error in pairs])
 
     def influences_here(self) -> list[Influence]:
-        """On the corrected mean of every layer's residual stream, and on the mean over layers."""
-        columns = self._influence()[0].T
-        names = [("mean_corrected", layer) for layer in range(1, self.setup.num_layers + 1)]
-        found = zip([*names, (OVER_LAYERS, None)], columns, strict=True)
-        return [self.influence(name, values, layer) for (name, layer), values in found if values.isfinite().any()]
+        """Influences on the corrected mean of every layer's residual stream, and on the mean over layers."""
+        columns = self._influence()[0].T  # [L+1, G]
+        numbers = [("mean_corrected", layer) for layer in range(1, self.setup.num_layers + 1)]
+        return [
+            self.influence(name, values, layer)
+            for (name, layer), values in zip([*numbers, (OVER_LAYERS, None)], columns, strict=True)
+            if values.isfinite().any()
+        ]
 
     def rows(self) -> list[Row]:
         """Rows for every layer at both sites, then for the mean over layers; no attention rows if its output was not
@@ -286,7 +292,7 @@ class Coherence(Measure):
         errors = values.pop("errors").tolist()
         layers = errors[:-1]
         overall = errors[-1]
-        behind = [*counts[0].tolist(), int(counts[0].sum())]
+        cells = [*counts[0].tolist(), int(counts[0].sum())]
         over_layers = values["mean_corrected"][0].nanmean().item()
         rows = [  # without layers that have no cells
             self.row(statistic, value[where, layer], counts[where, layer], layer + 1, site=site)
@@ -300,16 +306,17 @@ class Coherence(Measure):
             *((None, OVER_LAYERS, over_layers), (None, f"standard_error_of_{OVER_LAYERS}", overall)),
         ]
         return rows + [
-            self.row(statistic, value, behind[(layer or 0) - 1], layer)
+            self.row(statistic, value, cells[(layer or 0) - 1], layer)
             for layer, statistic, value in further
             if not math.isnan(value)
         ]
 
 
 def _check_sequences(sequences: int) -> None:
+    """Refuse fewer than two sequences."""
     if sequences < 2:
         raise ValueError(
-            f"coherence needs at least two sequences, for over one it is 1 by construction; got {sequences}"
+            f"coherence needs at least two sequences, because over one it is 1 by construction; got {sequences}"
         )
 
 

@@ -130,7 +130,7 @@ def _cosines(features: Tensor, center: bool, index: Tensor | None = None) -> tup
     size = max(1, BLOCK // (layers * width))
 
     def parts() -> Iterator[Tensor]:
-        return iter(by_sample.split(size)) if index is None else (by_sample[some] for some in index.split(size))
+        return iter(by_sample.split(size)) if index is None else (by_sample[part] for part in index.split(size))
 
     count = samples if index is None else len(index)
     mean = None
@@ -155,17 +155,18 @@ def _cosines(features: Tensor, center: bool, index: Tensor | None = None) -> tup
 
 
 def _norm(x: Tensor) -> Tensor:
+    """Return the norm of vectors `[..., D]` as `[..., 1]`."""
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
 SITE = "projected"
 CROSS = "cross"
 TIE = 1e-6
-"""Cosines that are this near are equal up to rounding; a tie counts by the share of right candidates in it."""
+"""Cosines that differ by at most this are a tie. A tie counts by the share of its candidates that are right."""
 
 
 class Cross(NamedTuple):
-    """Numbers of all pairs of layers, `[L+1, M+1]` float64 each: rows are image layers, columns text layers."""
+    """Numbers for all pairs of layers, `[L+1, M+1]` float64 each: rows are image layers, columns text layers."""
 
     matched: Tensor
     """Mean cosine of an image and its own text."""
@@ -187,8 +188,8 @@ def cross_similarity(image: Tensor, text: Tensor, same: Tensor | None = None) ->
     .. math:: C_{l m} = \frac{1}{N} \sum_n \cos(v_n^{(l)}, t_n^{(m)}), \quad
         v^{(l)} = W_v \mathrm{LN}(\hat v^{(l)}), \; t^{(m)} = W_t \mathrm{LN}(\hat t^{(m)})
 
-    As in CLIP, the final norm comes before the projection (Eq. 23 writes it after), and features are not centred,
-    because CLIP compares them so. Equal texts are one text: they match all of their images.
+    As in CLIP, the final norm comes before the projection (Eq. 23 writes it after), and features are not centred.
+    Equal texts count as one text, which matches all of its images.
 
     Args:
         image: projected image features of layers 0..L, `[L+1, N, P]`.
@@ -206,7 +207,7 @@ def cross_similarity(image: Tensor, text: Tensor, same: Tensor | None = None) ->
     groups = torch.arange(pairs) if same is None else same
     groups = groups.to(image.device)
     equal = groups[:, None] == groups[None, :]  # [N, N]
-    others = int((~equal).sum())
+    mismatched = int((~equal).sum())
     columns = normalize(text.double(), dim=-1)
     result = torch.empty(4, len(image), len(text), dtype=torch.float64)
     for layer, features in enumerate(image):
@@ -214,21 +215,21 @@ def cross_similarity(image: Tensor, text: Tensor, same: Tensor | None = None) ->
         for other, column in enumerate(columns):
             similarity = rows @ column.T  # [N, N]: image n, text m
             result[0, layer, other] = similarity.diagonal().mean()
-            result[1, layer, other] = similarity[~equal].mean() if others else torch.nan
-            result[2, layer, other] = _found(similarity, equal)
-            result[3, layer, other] = _found(similarity.T, equal)
-    return Cross(result[0], result[1], result[2], result[3], pairs, others)
+            result[1, layer, other] = similarity[~equal].mean() if mismatched else torch.nan
+            result[2, layer, other] = _retrieval(similarity, equal)
+            result[3, layer, other] = _retrieval(similarity.T, equal)
+    return Cross(result[0], result[1], result[2], result[3], pairs, mismatched)
 
 
-def _found(similarity: Tensor, right: Tensor) -> Tensor:
+def _retrieval(similarity: Tensor, right: Tensor) -> Tensor:
     """Mean over rows of `similarity [N, N]` of the share of `right [N, N]` among the best columns, ties included."""
     best = similarity >= similarity.amax(1, keepdim=True) - TIE
     return ((best & right).sum(1) / best.sum(1)).double().mean()
 
 
 def cross_rows(numbers: Cross) -> Iterator[Row]:
-    """Rows of the measures `cosine` and `retrieval` at the site `cross`: `layer` of the image tower, `other` of the
-    text tower.
+    """Yield rows of the measures `cosine` and `retrieval` at the site `cross`; `layer` is a layer of the image tower,
+    `other` one of the text tower.
     """
     for layer in range(len(numbers.matched)):
         for other in range(numbers.matched.shape[1]):
@@ -243,11 +244,11 @@ def cross_rows(numbers: Cross) -> Iterator[Row]:
 
 
 class Projected(Measure):
-    """Keeps projected features of a sample of sequences, one vector for each; reports their cosine within the tower.
+    """Stores projected features of a sample of sequences, one vector for each, and reports their cosine within a tower.
 
     Args:
         setup: sizes.
-        project: from states `[S, N, D]` to features `[S, N, P]`.
+        project: function from states `[S, N, D]` to features `[S, N, P]`.
         width: P.
     """
 
@@ -264,11 +265,14 @@ class Projected(Measure):
         """Add one batch."""
         features = self.project(observation.tokens)  # [L+1, B, P]
         if features.shape[1] != len(observation.sequence):
-            raise ValueError("the token policy must count one token, or one vector, of each sequence")
+            raise ValueError(
+                "the token policy must count one token, or one vector, of each sequence, got "
+                f"{features.shape[1]} of {len(observation.sequence)} sequences"
+            )
         self.reservoir.update(features.transpose(0, 1), observation.sequence.to(features.device))
 
     def compute(self) -> Sample:
-        """The kept features `[N, L+1, P]`, in the order of the data; `keys` are indices of sequences."""
+        """The stored features `[N, L+1, P]`, in the order of the data; `keys` are indices of sequences."""
         return self.reservoir.compute()
 
     def rows(self) -> list[Row]:

@@ -1,4 +1,4 @@
-"""What a layer does to the residual stream: its displacement (JREG, Eq. 2), and its update relative to the stream."""
+"""Displacement of the residual stream by a layer (JREG, Eq. 2), and norm of the stream over that of the update."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def displacement(h_in: Tensor, h_out: Tensor) -> Tensor:
 
 
 def _of_one_shape(h_in: Tensor, h_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Both states in float32, or in float64 if they are."""
+    """Return both states in float32, or in float64 if they are float64."""
     if h_in.shape != h_out.shape:
         raise ValueError(f"h_in and h_out must have one shape, got {tuple(h_in.shape)} and {tuple(h_out.shape)}")
     return (h_in, h_out) if h_in.dtype == torch.float64 else (h_in.float(), h_out.float())
@@ -83,8 +83,8 @@ class Displacement(Means):
         bins = (psi.sqrt() * BINS).long().clamp(max=BINS - 1)
         bins += torch.arange(len(psi), device=psi.device)[:, None] * BINS
         for view in range(2):
-            chosen = bins[valid & (weights[:, view] > 0)]
-            self.histogram[view] += chosen.bincount(minlength=len(psi) * BINS).view(len(psi), BINS)
+            counted = bins[valid & (weights[:, view] > 0)]
+            self.histogram[view] += counted.bincount(minlength=len(psi) * BINS).view(len(psi), BINS)
 
     def compute(self) -> dict[str, Tensor]:
         """Statistic -> `[L+1, 2]`: layers 1..L and layer L normed; all tokens, and without first tokens."""

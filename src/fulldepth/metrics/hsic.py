@@ -11,13 +11,13 @@ from torch import Tensor
 BLOCK = 1 << 23
 """Gram matrix elements held at a time (all layers together)."""
 LOUD = 100.0
-"""Squared norm, over the median's, from which a token counts as an outlier when features are centred."""
+"""Ratio of a token's squared norm to the median, above which features are centred robustly."""
 PART = 128
 """Tokens that are converted to float64 at a time."""
 TOGETHER = 4
 """Groups whose row sums are held at a time."""
 CANCELS = 1e-2
-"""In float32 a layer's HSIC with itself must be at least this fraction of the terms whose difference it is."""
+"""Smallest ratio of a layer's HSIC with itself to the terms it is a difference of, for which float32 is used."""
 
 
 class Hsic(NamedTuple):
@@ -26,7 +26,7 @@ class Hsic(NamedTuple):
     values: Tensor
     """[..., S, S] float64; NaN with too few tokens."""
     terms: Tensor
-    """[..., S] size of the terms whose difference a layer's HSIC with itself is: below their rounding, it is 0."""
+    """[..., S] size of the terms whose difference is a layer's HSIC with itself, which is 0 below their rounding."""
 
 
 class Estimates(NamedTuple):
@@ -40,7 +40,7 @@ class Estimates(NamedTuple):
 
 
 class Sums(NamedTuple):
-    r"""Sums over tokens of which HSIC is a function, for Gram matrices `K`, `L` of all pairs of layers."""
+    r"""Sums over tokens from which HSIC is computed, for Gram matrices `K`, `L` of all pairs of layers."""
 
     tokens: Tensor
     """[...] float64: N."""
@@ -68,8 +68,10 @@ def unbiased(sums: Sums) -> Hsic:
 
 
 def biased(sums: Sums) -> Hsic:
-    r"""The biased estimate: as `unbiased`, of sums that include the diagonals, with :math:`1/N^2` for the first factor,
-    :math:`N` for :math:`N - 2` and :math:`N^2` for :math:`(N - 1)(N - 2)`.
+    r"""The biased estimate, from sums that include the diagonals.
+
+    It is the formula of `unbiased` with :math:`1/N^2` for the first factor, :math:`N` for :math:`N - 2` and :math:`N^2`
+    for :math:`(N - 1)(N - 2)`.
     """
     n = sums.tokens
     return _hsic_of(sums, 2, n, n**2, n**2)
@@ -85,14 +87,14 @@ def _hsic_of(sums: Sums, fewest: int, by_row: Tensor, by_total: Tensor, divisor:
 
 
 class LayerSums(NamedTuple):
-    """A layer's tokens, centred over all of them and scaled to unit mean square, as Gram matrices are made of them."""
+    """A layer's tokens, centred and scaled to unit mean square, from which its Gram matrix is computed."""
 
     features: Tensor
     """[N, D], in the precision of the products."""
     squares: Tensor
     """[N] float64: diagonal of the Gram matrix."""
     scale: Tensor
-    """0-d: what the Gram matrix was divided by."""
+    """0-d: divisor of the Gram matrix."""
 
 
 def hsic_of_views(
@@ -114,20 +116,20 @@ def hsic_of_views(
     runs = (group + groups * later).to(device)  # first tokens come first, then by group, so one pass gives every sum
     order = runs.argsort(stable=True)
 
-    def found(dtype: torch.dtype) -> tuple[Estimates, Estimates]:
+    def estimates(dtype: torch.dtype) -> tuple[Estimates, Estimates]:
         # One allocation for all layers: many smaller ones stay with the process when they are freed.
-        room = features.new_empty(features.shape, dtype=dtype)
-        for copy, layer in zip(room, features, strict=True):
-            for some, tokens in zip(copy.split(PART), order.split(PART), strict=True):
-                some.copy_(layer[tokens])
-        return _estimates(room, runs[order], groups, advance)
+        ordered = features.new_empty(features.shape, dtype=dtype)
+        for copy, layer in zip(ordered, features, strict=True):
+            for part, tokens in zip(copy.split(PART), order.split(PART), strict=True):
+                part.copy_(layer[tokens])
+        return _estimates(ordered, runs[order], groups, advance)
 
     if features.dtype != torch.float64:
-        quick = found(torch.float32)
-        both = [hsic for view in quick for hsic in (view.debiased, view.biased)]
-        if not any(bool((hsic.values.diagonal() < CANCELS * hsic.terms).any()) for hsic in both):
+        quick = estimates(torch.float32)
+        hsics = [hsic for view in quick for hsic in (view.debiased, view.biased)]
+        if not any(bool((hsic.values.diagonal() < CANCELS * hsic.terms).any()) for hsic in hsics):
             return quick
-    return found(torch.float64)
+    return estimates(torch.float64)
 
 
 def hsic_of(features: Sequence[Tensor]) -> Estimates:
@@ -139,11 +141,11 @@ def hsic_of(features: Sequence[Tensor]) -> Estimates:
 def _estimates(
     features: Sequence[Tensor] | Tensor, runs: Tensor, groups: int, advance: Callable[[float], None] = lambda done: None
 ) -> tuple[Estimates, Estimates]:
-    """Over all tokens and without first ones, with products in the features' precision; they are overwritten.
+    """Return the estimates over all tokens and without first tokens, with products in the features' precision.
 
     Args:
-        features: `[N, D]` of each layer.
-        runs: `[N]`, ascending: the group of a first token, `groups` more for a later one.
+        features: `[N, D]` for each layer; overwritten.
+        runs: `[N]`, ascending: the group of a first token; that of a later token plus `groups`.
         groups: G.
         advance: see `hsic_of_views`.
     """
@@ -198,14 +200,14 @@ def _products(layers: Sequence[LayerSums], runs: list[int], groups: int, advance
     because float32 loses a digit over millions of them.
 
     Args:
-        layers: of which the Gram matrices are made.
+        layers: features of each layer.
         runs: see `_estimates`.
         groups: G.
         advance: see `hsic_of_views`.
 
     Returns:
-        `[2, 2, G, S, S]` float64, for all tokens and without first ones: the sums over `i` in each group and any `j`,
-        and over both in it.
+        `[2, 2, G, S, S]` float64. First axis: all tokens, and without first tokens. Second axis: the sum over `i` in
+        a group and any `j`, and the sum over `i` and `j` in the group.
     """
     features = [layer.features for layer in layers]
     samples = len(features[0])
@@ -239,7 +241,7 @@ def _products(layers: Sequence[LayerSums], runs: list[int], groups: int, advance
 
 
 def _assemble(products: Tensor, layers: Sequence[LayerSums], group: Tensor, first: int) -> Estimates:
-    """The estimates without the `first` tokens, from the products `[2, G, S, S]` and the group of each token `[N]`."""
+    """Return the estimates without the `first` tokens, from products `[2, G, S, S]` and each token's group `[N]`."""
     squares = torch.stack([layer.squares[first:] for layer in layers])  # [S, n]
     member = torch.nn.functional.one_hot(group[first:], products.shape[1]).double()  # [n, G]
     samples = squares.new_tensor(squares.shape[1])
@@ -253,8 +255,8 @@ def _assemble(products: Tensor, layers: Sequence[LayerSums], group: Tensor, firs
     total = products[0].sum(0)
     without = []
     for start in range(0, member.shape[1], TOGETHER):
-        some = member[:, start : start + TOGETHER]
-        for number, in_group in enumerate(_row_sums(layers, first, some).unbind(2), start):
+        members = member[:, start : start + TOGETHER]
+        for number, in_group in enumerate(_row_sums(layers, first, members).unbind(2), start):
             rest = (row_sums - in_group) * (1 - member[:, number])
             left = total - 2 * products[0, number] + products[1, number]
             without.append(unbiased(Sums(samples - member[:, number].sum(), left, rest @ rest.T, rest.sum(1))))
@@ -271,6 +273,7 @@ def _row_sums(layers: Sequence[LayerSums], first: int, member: Tensor) -> Tensor
     result = []
     for layer in layers:
         parts = layer.features[first:].split(PART)
-        sums = sum(part.double().T @ some for part, some in zip(parts, member.split(PART), strict=True))  # [D, G]
+        members = member.split(PART)
+        sums = sum(part.double().T @ groups for part, groups in zip(parts, members, strict=True))  # [D, G]
         result.append(torch.cat([part.double() @ sums for part in parts]))
     return torch.stack(result)

@@ -16,24 +16,19 @@ def leave_one_out(sums: Tensor) -> Tensor:
     return sums.sum(0) - sums
 
 
-def ratio_influence(sums: Tensor, counts: Tensor) -> Tensor:
+def influence_of_ratio(sums: Tensor, counts: Tensor) -> Tensor:
     """`[G, ...]` float64: influences on `sums.sum(0) / counts.sum(0)`, see `uncertainty.ratio_influence`."""
     return torch.from_numpy(uncertainty.ratio_influence(sums.cpu().numpy(), counts.cpu().numpy()))
 
 
-def jackknife_influence(without: Tensor) -> Tensor:
-    """`[G, ...]` float64: influences on an estimate, from those without each group, `[G, ...]`."""
+def influence_of_estimate(without: Tensor) -> Tensor:
+    """`[G, ...]` float64: influences on an estimate, from the estimates without each group, `[G, ...]`."""
     return torch.from_numpy(uncertainty.jackknife_influence(without.double().cpu().numpy()))
 
 
-def error_of(influence: Tensor) -> Tensor:
+def standard_error(influence: Tensor) -> Tensor:
     """`[...]` float64: standard error, in the estimate's unit, from influences `[G, ...]`; NaN for too few groups."""
     return torch.from_numpy(uncertainty.error_of(influence.cpu().numpy()))
-
-
-def ratio_error(sums: Tensor, counts: Tensor) -> Tensor:
-    """Standard error of `sums.sum(0) / counts.sum(0)`, from sums and counts per group, `[G, ...]` each."""
-    return error_of(ratio_influence(sums, counts))
 
 
 def influence_of_channel_mean(without: Tensor, channels: int) -> tuple[Tensor, Tensor]:
@@ -52,13 +47,13 @@ def influence_of_channel_mean(without: Tensor, channels: int) -> tuple[Tensor, T
     Returns:
         Influences `[G, ...]` and standard error `[...]`, float64.
     """
-    influence = jackknife_influence(without)
+    influence = influence_of_estimate(without)
     sampled = influence.shape[-1]
     of_mean = influence.mean(-1)
-    plain = error_of(of_mean)
+    plain = standard_error(of_mean)
     if sampled == channels or sampled < 2:
         return of_mean, plain
-    variance = error_of(influence).square().mean(-1)
+    variance = standard_error(influence).square().mean(-1)
     covariance = ((plain.square() - variance / sampled) / (1 - 1 / sampled)).clamp(min=0)
     error = (variance / channels + (1 - 1 / channels) * covariance).sqrt()
     return of_mean * (error / plain).nan_to_num(1.0), error
@@ -71,7 +66,7 @@ class Mean:
     value: float
     error: float | None
     groups: int = 0
-    """Groups of clusters."""
+    """Number of groups of clusters."""
     samples: int = 0
 
     @property
@@ -83,13 +78,13 @@ class Mean:
 
     @classmethod
     def of(cls, values: Tensor, cluster: Tensor) -> Mean:
-        """The mean of `values: [N]`.
+        """Return the mean of `values: [N]`.
 
         Args:
-            values: of each sample.
+            values: the number of each sample.
             cluster: `[N]` int64 identity of each sample's unit of independence (see `fulldepth.core.uncertainty`).
         """
         group = torch.from_numpy(uncertainty.deal(cluster.cpu().numpy()))  # [N]
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.double())
-        error = float(ratio_error(sums, group.bincount()))
+        error = float(standard_error(influence_of_ratio(sums, group.bincount())))
         return cls(float(values.double().mean()), error if math.isfinite(error) else None, len(sums), len(values))

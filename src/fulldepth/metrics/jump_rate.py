@@ -10,7 +10,7 @@ from torch import Tensor
 from fulldepth.core.thresholds import LARGE_JUMP
 from fulldepth.core.uncertainty import SIGNIFICANT, quantile
 from fulldepth.metrics.base import Influence, Means, Observation, Row, Setup, angular
-from fulldepth.metrics.jackknife import error_of, ratio_influence
+from fulldepth.metrics.jackknife import influence_of_ratio, standard_error
 
 
 def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
@@ -42,21 +42,21 @@ def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
 
 
 def size_of_jump(value: float, error: float = 0.0) -> str:
-    """Verdict on a jump rate in per cent, rounded to the one decimal that is printed; none within 2 standard errors."""
+    """Return the verdict on a jump rate in per cent, rounded as printed. Within 2 standard errors there is none."""
     if value > 0 and 0 < abs(value - LARGE_JUMP) <= SIGNIFICANT * error:
         return f"not measurably above or below {LARGE_JUMP:g} %, from which a jump is large"
     return "a large jump" if round(value, 1) >= LARGE_JUMP else "no large jump" if value > 0 else "no jump"
 
 
 def growth(value: float, error: float = 0.0) -> str:
-    """A positive jump rate as what it is, a growth of the displacement, with the verdict on it."""
+    """Describe a positive jump rate as a growth of the displacement, with the verdict on it."""
     amount = f"{value / 100:.3f}" if round(value, 1) > 0 else "less than 0.001"
     rate = f"{value:.1f} %" if round(value, 1) > 0 else "less than 0.1 %"
     return f"{amount} (jump rate {rate}): {size_of_jump(value, error)}"
 
 
 def describe_jump(value: float, error: float = 0.0) -> str:
-    """A sentence on zeta_L in per cent; 0 means that the last layer displaces at most as much as the one before."""
+    """Describe zeta_L, in per cent, in a sentence; 0 = the last layer displaces at most as much as the one before."""
     if value <= 0:
         return "The last layer displaces no more than the one before: no jump."
     return f"The last layer's displacement exceeds that of the one before by {growth(value, error)}."
@@ -65,8 +65,8 @@ def describe_jump(value: float, error: float = 0.0) -> str:
 class JumpRate(Means):
     """zeta_l for every layer l = 2..L, from the mean displacements of the residual stream, with its standard error.
 
-    The error is that of the sum of the differences that are not below 0 by more than their own error. A jackknife of
-    the clamped sum would be 0, or nearly so, where a difference is below 0 by chance.
+    The error is that of the sum of the differences that are not below 0 by more than their error. A jackknife of the
+    clamped sum would be 0, or nearly so, where a difference is below 0 by chance.
     """
 
     name = "jump_rate"
@@ -87,18 +87,18 @@ class JumpRate(Means):
         """zeta_2..zeta_L, their standard errors, and the number of tokens."""
         psi = self.sums.sum(0) / self.counts.sum(0)
         rates = [jump_rate(psi, layer) for layer in range(2, len(psi) + 1)]
-        return rates, error_of(self._influence()).tolist(), int(self.counts.sum(0).min())
+        return rates, standard_error(self._influence()).tolist(), int(self.counts.sum(0).min())
 
     def _influence(self) -> Tensor:
         """[G, L-1] influences on zeta_2..zeta_L."""
-        psi = ratio_influence(self.sums, self.counts)  # [G, L]
+        psi = influence_of_ratio(self.sums, self.counts)  # [G, L]
         steps = psi.diff(dim=1)
-        far = quantile(int(psi[:, -1].isfinite().sum())) * error_of(steps)
+        far = quantile(int(psi[:, -1].isfinite().sum())) * standard_error(steps)
         rises = (self.sums.sum(0) / self.counts.sum(0)).cpu().diff() + far > 0  # [L-1]
         return 100 * (steps * rises).flip(1).cumsum(1).flip(1)
 
     def influences_here(self) -> list[Influence]:
-        """On the value of every layer 2..L."""
+        """Influences on the value of every layer 2..L."""
         return [self.influence("value", values, layer) for layer, values in enumerate(self._influence().T, start=2)]
 
     def rows(self) -> list[Row]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fulldepth.core.uncertainty import crossing
 from fulldepth.metrics.base import Influence, Means, Observation, Place, Readout, Row, Setup
-from fulldepth.metrics.jackknife import ratio_influence
+from fulldepth.metrics.jackknife import influence_of_ratio
 
 EPSILONS = (0.01, 0.05, 0.1, 0.2)
 """Tolerances relative to perfect accuracy (Def. 1)."""
@@ -119,7 +119,7 @@ class LensAccuracy(LensMean):
     units = dict.fromkeys(("mean", "standard_error"), "1")
 
     def reading(self, lens: Readout) -> Tensor:
-        """Whether the top prediction is the target."""
+        """Correctness of the top prediction, bool."""
         return lens.correct
 
 
@@ -140,26 +140,26 @@ class LensLoss(LensMean):
 
 
 class OfLayersReached(LensMean):
-    """A layer that is the first to meet a condition, from sums per group `[G, L]` over positions, of layers 1..L.
+    """Base class of measures whose value is the first layer that meets a condition, from sums per group `[G, L]`.
 
-    Such a layer is a step, so it has a 95 % interval (`low_of_`, `high_of_`; see `uncertainty.crossing`) instead of a
-    standard error.
+    Such a value is a whole number, so it has a 95 % interval (`low_of_`, `high_of_`; see `uncertainty.crossing`)
+    instead of a standard error.
     """
 
     def interval(self, name: str, missing: Tensor) -> dict[str, float]:
-        """The ends of the interval of the first layer at which `missing [G, L]` sums to 0 or less, if it is known."""
+        """Return the interval of the first layer at which `missing [G, L]` sums to 0 or less; empty if unknown."""
         ends = crossing(missing.cpu().numpy(), self.counts[:, 0].cpu().numpy())
         return {} if ends is None else {LOW_OF + name: ends[0] + 1.0, HIGH_OF + name: ends[1] + 1.0}
 
     def influences_here(self) -> list[Influence]:
-        """None: a step has no influences."""
+        """Return nothing, because a layer's number has no influences."""
         return []
 
 
 class Saturation(OfLayersReached):
     """Number and share of positions that settle at each layer 1..L, the cumulative share, and the median layer.
 
-    Over the positions that have a target, as for the layer-wise accuracy. The median has an interval.
+    Only positions that have a target count, as for the layer-wise accuracy. The median has an interval.
     """
 
     name = "saturation"
@@ -169,12 +169,12 @@ class Saturation(OfLayersReached):
     }
 
     def reading(self, lens: Readout) -> Tensor:
-        """Whether the prediction is settled by a layer."""
+        """1 where all layers from this one to the last agree, else 0."""
         return lens.agrees.flip(0).long().cumprod(0).flip(0)
 
     def influences_here(self) -> list[Influence]:
-        """On the cumulative share of every layer 1..L."""
-        values = ratio_influence(self.sums, self.counts)
+        """Influences on the cumulative share of every layer 1..L."""
+        values = influence_of_ratio(self.sums, self.counts)
         return [self.influence("cumulative", values[:, n], n) for n in range(1, self.setup.num_layers + 1)]
 
     def compute(self) -> dict[str, Tensor]:

@@ -74,8 +74,8 @@ class Mmd(OfLayers):
 
     def compute(self) -> tuple[list[float], int]:
         """Squared MMD of layers 0..L, and the number of tokens."""
-        own, reference = (self.setup.reservoir(site).compute().features for site in self.sites)
-        if not len(own):
+        measured, reference = (self.setup.reservoir(site).compute().features for site in self.sites)
+        if not len(measured):
             return [], 0
-        values = [float(mmd(own[:, layer], reference[:, layer])) for layer in range(self.setup.num_layers + 1)]
-        return values, len(own)
+        values = [float(mmd(measured[:, layer], reference[:, layer])) for layer in range(self.setup.num_layers + 1)]
+        return values, len(measured)

@@ -143,8 +143,8 @@ class RenyiEntropy(Means):
         order = priority(torch.arange(setup.num_sequences), setup.seed).argsort()
         self.chosen = order[: setup.entropy_sequences].sort().values
         """Indices of the sequences used, ascending."""
-        of = setup.clusters or range(setup.num_sequences)
-        groups = deal([of[index] for index in self.chosen.tolist()])
+        clusters = setup.clusters or range(setup.num_sequences)
+        groups = deal([clusters[index] for index in self.chosen.tolist()])
         self.group_of = dict(zip(self.chosen.tolist(), groups.tolist(), strict=True))
 
     def update(self, observation: Observation) -> None:

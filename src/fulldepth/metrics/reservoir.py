@@ -66,9 +66,9 @@ def priority(keys: Tensor, seed: int) -> Tensor:
 
 
 class Sample:
-    """The tokens of a reservoir, in the order of the data. They are the reservoir's own, until it is updated.
+    """The tokens of a reservoir, in the order of the data. They share its memory and are valid until it is updated.
 
-    Not a tuple, because torchmetrics squeezes one-element tensors in tuples that `compute` returns.
+    This is not a tuple, because torchmetrics squeezes one-element tensors in tuples that `compute` returns.
 
     Attributes:
         features: [N, *shape] float32.
@@ -126,8 +126,8 @@ class Reservoir(Accumulator):
         new = offered[stays[self.capacity :]]
         slots = slots[: len(new)]
         source = new.to(features.device)
-        for some, tokens in zip(slots.split(CHUNK), source.split(CHUNK), strict=True):
-            self.features[some] = features[tokens].to(self.features)
+        for targets, tokens in zip(slots.split(CHUNK), source.split(CHUNK), strict=True):
+            self.features[targets] = features[tokens].to(self.features)
         self.keys[slots] = keys[source.to(keys.device)].to(self.keys)
         self.labels[slots] = IGNORE if labels is None else labels[source.to(labels.device)].to(self.labels)
         self.priorities[slots] = priorities[new]
@@ -146,9 +146,9 @@ class Reservoir(Accumulator):
         self._last = None
 
     def compute(self) -> Sample:
-        """The sample over all processes, sorted by key, so that later sums do not depend on the split of the data.
+        """Return the sample over all processes, sorted by key, so that sums do not depend on the split of the data.
 
-        The tokens are sorted where they are, as a copy may be as large as everything else that a run holds.
+        The tokens are sorted in place, because a copy may be as large as everything else that a run holds.
         """
         priorities = self.priorities.flatten()
         keys = self.keys.flatten()
@@ -163,5 +163,5 @@ class Reservoir(Accumulator):
                 flat = state.view(-1)
                 flat[: len(best)] = flat[best]
             self.priorities.view(-1)[len(best) :] = EMPTY
-        kept = slice(len(best))
-        return Sample(features[kept], self.keys.flatten()[kept], self.labels.flatten()[kept], int(self.seen))
+        count = len(best)
+        return Sample(features[:count], self.keys.flatten()[:count], self.labels.flatten()[:count], int(self.seen))

@@ -111,19 +111,22 @@ def expected_retrieval(weights: Tensor, shares: Tensor) -> Tensor:
 
 
 def _by_head(routing: Tensor, counted: Tensor | None, shares: bool = False) -> Tensor:
-    """[N, H, r] weights, or shares of absolute ones, of each counted token (N = 1 if all share them); kv: summed."""
+    """[N, H, r] weights, or shares of absolute weights, of each counted token; N = 1 if all tokens share them.
+
+    The weights of a kv router are summed over the source's heads.
+    """
     if routing.ndim not in (2, 3, 4):
         raise ValueError(f"routing must be [H, r], [B, T, H, r] or [H, r, H], got shape {tuple(routing.shape)}")
-    chosen = (routing.abs() if shares else routing).double()
+    weights = (routing.abs() if shares else routing).double()
     if routing.ndim < 4:
-        chosen = chosen[None] if routing.ndim == 2 else chosen.sum(-1)[None]
+        weights = weights[None] if routing.ndim == 2 else weights.sum(-1)[None]
     elif counted is None:
-        chosen = chosen.flatten(0, 1)
+        weights = weights.flatten(0, 1)
     elif counted.shape != routing.shape[:2]:
         raise ValueError(f"counted must be {tuple(routing.shape[:2])}, got {tuple(counted.shape)}")
     else:
-        chosen = chosen[counted.to(routing.device)]
-    return chosen / chosen.sum(-1, keepdim=True) if shares else chosen
+        weights = weights[counted.to(routing.device)]
+    return weights / weights.sum(-1, keepdim=True) if shares else weights
 
 
 class RetrievalWeight(Measure):
@@ -154,7 +157,7 @@ class RetrievalWeight(Measure):
         for layer, routing in observation.coefficients[SITE].items() if tokens else ():
             for total, shares in ((self.masses, False), (self.shares, True)):
                 weights = _by_head(routing, counted, shares)
-                assert weights.shape[1:] == (self.setup.routed_heads, layer)  # as `execution.verify` has checked
+                assert weights.shape[1:] == (self.setup.routed_heads, layer)  # `execution.verify` has checked this
                 total[layer - 1, :, :layer] += (weights.sum(0) * (tokens / len(weights))).to(total)
             self.counts[layer - 1] += tokens
 
@@ -164,7 +167,7 @@ class RetrievalWeight(Measure):
         return {"mean": self.masses / counts, "share": self.shares / counts, "count": self.counts.clone()}
 
     def rows(self) -> list[Row]:
-        """For both statistics, one row for each layer and source, and one for each layer and head."""
+        """Rows of both statistics: one for each layer and source, and one for each layer and head."""
         values = self.compute()
         rows = []
         for statistic in self.units:
@@ -182,7 +185,7 @@ class RetrievalWeight(Measure):
 class ExpectedRetrieval(RetrievalWeight):
     """Expected source m of every layer r with a router, over tokens; heads are weighted by `Setup.head_shares`.
 
-    p(m|h,r) is the share of the absolute weights (`retrieval_share`), whose mean over tokens is enough, as the
+    p(m|h,r) is the share of the absolute weights (`retrieval_share`). Its mean over tokens is enough, because the
     expectation is linear in it.
     """
 

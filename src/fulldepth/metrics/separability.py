@@ -34,9 +34,9 @@ def separability(features: Tensor, labels: Tensor, folds: int = FOLDS, seed: int
 
     Args:
         features: one row per occurrence, `[N, D]`.
-        labels: class of each, `[N]`.
+        labels: class of each occurrence, `[N]`.
         folds: number of folds, at least 2.
-        seed: of the subsampling and of the folds.
+        seed: seed of the subsampling and of the folds.
 
     Returns:
         Mean and (population) standard deviation of the accuracy over folds, unit 1; NaN if a feature is not finite or
@@ -62,23 +62,23 @@ def separability(features: Tensor, labels: Tensor, folds: int = FOLDS, seed: int
         )
     if not np.isfinite(x).all():
         return math.nan, math.nan
-    kept = _balanced(y, seed)
+    balanced = _balanced(y, seed)
     splits = StratifiedKFold(folds, shuffle=True, random_state=seed)
     for solver in SOLVERS:
         probe = make_pipeline(StandardScaler(), LogisticRegression(solver=solver, max_iter=10_000))
         with warnings.catch_warnings(), suppress(ConvergenceWarning):
             warnings.simplefilter("error", ConvergenceWarning)
-            scores = cross_val_score(probe, x[kept], y[kept], cv=splits, error_score="raise")
+            scores = cross_val_score(probe, x[balanced], y[balanced], cv=splits, error_score="raise")
             return float(scores.mean()), float(scores.std())
     return math.nan, math.nan
 
 
 def _balanced(labels: np.ndarray, seed: int) -> np.ndarray:
-    """Indices, ascending, of as many samples of every class as the smallest has."""
-    draw = np.random.default_rng(seed)
+    """Return ascending indices of a random sample with as many members of every class as the smallest class has."""
+    generator = np.random.default_rng(seed)
     classes, sizes = np.unique(labels, return_counts=True)
-    chosen = [draw.choice(np.flatnonzero(labels == label), sizes.min(), replace=False) for label in classes]
-    return np.sort(np.concatenate(chosen))
+    indices = [generator.choice(np.flatnonzero(labels == label), sizes.min(), replace=False) for label in classes]
+    return np.sort(np.concatenate(indices))
 
 
 class Separability(Measure):
@@ -98,12 +98,13 @@ class Separability(Measure):
         shapes = {"residual": (setup.num_layers + 1, setup.width)}
         if setup.value_width:
             shapes["value"] = (setup.num_layers, setup.value_width)
-        most = min(OCCURRENCES, setup.num_sequences * setup.sequence_length or OCCURRENCES)
-        self.kept = {
-            site: [Reservoir(most, shape, setup.seed, setup.device) for _ in setup.words]
+        capacity = min(OCCURRENCES, setup.num_sequences * setup.sequence_length or OCCURRENCES)
+        self.by_site = {
+            site: [Reservoir(capacity, shape, setup.seed, setup.device) for _ in setup.words]
             for site, shape in shapes.items()
         }
-        self.reservoirs = nn.ModuleList(reservoir for reservoirs in self.kept.values() for reservoir in reservoirs)
+        """Site -> one reservoir for each word."""
+        self.reservoirs = nn.ModuleList(reservoir for reservoirs in self.by_site.values() for reservoir in reservoirs)
 
     def reset(self) -> None:
         """Reset the states and all reservoirs."""
@@ -117,7 +118,7 @@ class Separability(Measure):
             raise ValueError("this observation does not say where words end; separability needs it")
         mask = observation.attention_mask
         words = observation.words.to(mask.device)
-        for site, reservoirs in self.kept.items():
+        for site, reservoirs in self.by_site.items():
             if site not in observation.states:
                 continue
             for word, reservoir in enumerate(reservoirs):
@@ -127,7 +128,7 @@ class Separability(Measure):
     def compute(self) -> list[tuple[str, int, float, float, int]]:
         """Site, layer, mean and standard deviation of the accuracy, and the total number of occurrences used."""
         results = []
-        for site, reservoirs in self.kept.items():
+        for site, reservoirs in self.by_site.items():
             samples = [reservoir.compute().features for reservoir in reservoirs]  # each [N, S, D]
             rarest = min(map(len, samples), default=0)
             if len(samples) < 2 or rarest < FOLDS:

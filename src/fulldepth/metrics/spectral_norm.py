@@ -12,9 +12,9 @@ from fulldepth.core.threads import map_threads
 from fulldepth.metrics.base import Measure, Row, Setup
 
 DENSE = 128
-"""Up to this smaller dimension the full eigenvalue problem is solved; above it, Lanczos finds the largest value."""
+"""Smaller dimension up to which the full eigenvalue problem is solved; above it, Lanczos finds the largest value."""
 STEPS = 512
-"""Lanczos steps at most, after which the full eigenvalue problem is solved."""
+"""Most Lanczos steps, after which the full eigenvalue problem is solved."""
 CERTAIN = 2e-15
 """Largest accepted bound of the relative error of the eigenvalue."""
 
@@ -24,11 +24,11 @@ def spectral_norm(weight: Tensor) -> Tensor:
 
     .. math:: \|W\|_2 = \max_{\|v\| = 1} \|W v\| = \sqrt{\lambda_{\max}(W^\top W)}
 
-    In float64, by Lanczos iterations with a fixed start vector until the bound of the error of the eigenvalue,
+    Computed in float64, by Lanczos iterations with a fixed start vector until the bound of the error of the eigenvalue,
     :math:`\|r\|^2 / (\theta_1 - \theta_2)` with the residual :math:`r` and the Ritz values :math:`\theta`, is below
-    rounding; for small matrices, and where the iterations do not get there, by a full eigenvalue problem.
-    Singular values that agree to 4e-9 may be read as one, with an error of less than their distance. Invariant to
-    transposition.
+    rounding. Small matrices, and those for which the iterations do not converge, are solved as a full eigenvalue
+    problem. Singular values that agree to 4e-9 may be taken for one, with an error of less than their distance.
+    Invariant to transposition.
 
     Args:
         weight: a matrix, `[m, n]`, of a floating-point type.
@@ -61,9 +61,10 @@ def spectral_norm(weight: Tensor) -> Tensor:
 
 
 def _lanczos(tall: Tensor) -> float | None:
-    """Largest eigenvalue of `tall^T tall`, by Lanczos steps with full orthogonalisation; None if it remains uncertain.
+    """Return the largest eigenvalue of `tall^T tall` by Lanczos steps with full orthogonalisation; None if uncertain.
 
-    The second Ritz value is at most the second eigenvalue, so it is read when the first has converged.
+    The second Ritz value is at most the second eigenvalue, so the gap between the two values is read only after the
+    first has converged.
     """
     width = tall.shape[1]
     start = torch.randn(width, generator=torch.Generator().manual_seed(0)).to(tall)
@@ -88,7 +89,8 @@ def _lanczos(tall: Tensor) -> float | None:
                 return largest
         if norm == 0:
             return None
-        projected[step, step + 1 : step + 2] = projected[step + 1 : step + 2, step] = norm
+        projected[step, step + 1 : step + 2] = norm
+        projected[step + 1 : step + 2, step] = norm
         basis[step + 1] = image / norm
     return None
 
@@ -127,12 +129,12 @@ class SpectralNorm(Measure):
         while part := list(islice(matrices, torch.get_num_threads())):  # few, because packed weights are unpacked
             stacks = [weight if weight.ndim > 2 else weight[None] for *_, weight in part]
             norms = torch.stack(map_threads(spectral_norm, chain(*stacks), *stacks)).to(self.sums)
-            for (site, layer, weight), found in zip(part, norms.split([*map(len, stacks)]), strict=True):
+            for (site, layer, weight), values in zip(part, norms.split([*map(len, stacks)]), strict=True):
                 at = (self.setup.projections.index(site), layer - 1)
                 sums, counts = (self.expert_sums, self.experts) if weight.ndim > 2 else (self.sums, self.counts)
-                sums[at] += found.sum()
-                counts[at] += len(found)
-                self.maxima[at] = torch.maximum(self.maxima[at], found.max())
+                sums[at] += values.sum()
+                counts[at] += len(values)
+                self.maxima[at] = torch.maximum(self.maxima[at], values.max())
 
     def compute(self) -> dict[tuple[str, int, str], tuple[float, int]]:
         """(projection, layer, statistic) -> value and number of matrices, for the projections that were added."""

@@ -30,7 +30,7 @@ from fulldepth.training.folder import RECORD, RunNotes, step_of
 from fulldepth.training.model import HEADS
 
 OF_MODEL = {"ce": ("train_loss", "model"), "auxiliary": ("auxiliary_loss", "model")}
-"""Part of the model's own loss -> measure and site; other parts are penalties."""
+"""Part of the model's loss -> measure and site; other parts are penalties."""
 
 FINDINGS = {
     "validation_loss": "",
@@ -42,9 +42,9 @@ FINDINGS = {
     "elapsed": "",
     "peak_memory": "",
 }
-"""Name of a finding -> what is said of it."""
+"""Name of a finding -> its sentence; empty for a sentence of another form, or none."""
 MEASURES = {"validation_ap50": "average_precision", "zeta_L": "jump_rate"}
-"""Name of a finding -> its measure, if that has another name."""
+"""Name of a finding -> name of its measure, if they differ."""
 LOADING = """\
 from transformers import {auto}, {processing}
 {registering}
@@ -63,13 +63,13 @@ class RunCallback(TrainerCallback):
     """Controls a run: evaluates, records, requests and seals checkpoints, and stops on SIGTERM.
 
     Args:
-        trainer: gets this callback.
-        folder: of the run.
+        trainer: the Trainer that this callback is added to.
+        folder: the run folder.
         meta: metadata of the run's results.
-        evaluate: evaluates a model on the held-out items.
+        evaluate: function that evaluates a model on the held-out items.
         watcher: receives progress and messages.
-        notes: notes of the checkpoint to resume from, default ones at the start; with the run's origin.
-        checkpoint: to resume from; None at the start.
+        notes: notes of the checkpoint to resume from (defaults at the start), with the run's origin.
+        checkpoint: the checkpoint to resume from; None at the start.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class RunCallback(TrainerCallback):
         trainer.add_callback(self)
 
     def results(self, complete: bool = False) -> Results:
-        """The results so far."""
-        return Results(self.table, finite({**self.meta, "complete": complete, "headline": headline(self.table)}))
+        """Return the results so far."""
+        return Results(self.table, finite({**self.meta, "complete": complete, "headline": _headline(self.table)}))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Evaluate a new run before its first step."""
@@ -117,11 +117,11 @@ class RunCallback(TrainerCallback):
         self._since = time.perf_counter()
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Note the learning rate of this step, before the scheduler changes it."""
+        """Store the learning rate of this step, before the scheduler changes it."""
         self._rate = self.trainer._get_learning_rate()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Evaluate and request a checkpoint when due; neither counts as time of training."""
+        """Evaluate and request a checkpoint when due; both are excluded from the time of training."""
         step = state.global_step
         last = step >= self.settings.steps
         self.elapsed += time.perf_counter() - self._since
@@ -138,13 +138,13 @@ class RunCallback(TrainerCallback):
         self._since = time.perf_counter()
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add the rows and a model card to the checkpoint, seal it, and remove those that are no longer kept."""
+        """Add the rows and a model card to the checkpoint, seal it, and remove the oldest beyond `keep_checkpoints`."""
         means = self._means()
         current().wait()  # until every process has written its part
         if args.should_save:
             checkpoint = self.folder / f"checkpoint-{state.global_step}"
             self.table.to_parquet(checkpoint / RECORD, index=False)
-            card_of(self.meta, self.settings, headline(self.table), state.global_step).write(checkpoint)
+            _card_of(self.meta, self.settings, _headline(self.table), state.global_step).write(checkpoint)
             changes = {"elapsed": self.elapsed, "tally": means, "evaluated": self._evaluated}
             seal(checkpoint, self._notes.model_copy(update=changes).model_dump())
             if self.settings.keep_checkpoints:
@@ -153,7 +153,7 @@ class RunCallback(TrainerCallback):
 
     def _evaluate(self, step: int) -> None:
         """Evaluate, and add the rows to the results, the console's line and the trackers."""
-        measured, shown = self.evaluate(self.trainer.accelerator.unwrap_model(self.trainer.model))
+        measured, further = self.evaluate(self.trainer.accelerator.unwrap_model(self.trainer.model))
         means = self._means()
         self.tally.take()
         seconds = self.elapsed - self._elapsed_before
@@ -161,7 +161,7 @@ class RunCallback(TrainerCallback):
         self._elapsed_before = self.elapsed
         self._evaluated = step
         parts = [f"{'train' if name == 'ce' else name} {total / n:.4f}" for name, (total, n) in means.items()]
-        line = [f"step {step}: validation {measured[0].value:.4f}", *parts, *shown]
+        line = [f"step {step}: validation {measured[0].value:.4f}", *parts, *further]
         rows: list[Any] = [*measured]
         for name, (total, count) in means.items():
             measure, site = OF_MODEL.get(name, ("penalty", name))
@@ -184,23 +184,28 @@ class RunCallback(TrainerCallback):
             self.table = new if self.table.empty else pd.concat([self.table, new], ignore_index=True)
             self.results().save(self.folder)
         if self.settings.report_to:
-            due = self.trainer.control.should_log
+            losses_are_due = self.trainer.control.should_log
             self.trainer.log(tracked(measured, means))
-            self.trainer.control.should_log = due  # of this step's losses; a log resets it
+            self.trainer.control.should_log = losses_are_due  # `log` resets it
         self.watcher.say("  ".join(line))
 
     def _means(self) -> dict[str, list[float]]:
         """Part of the loss -> [sum, count] over all processes since the last evaluation, also before a resumption."""
-        everyone = current().gather(self.tally.read())
-        names = dict.fromkeys(name for part in everyone for name in part)
-        return {n: [sum(part.get(n, (0.0, 0.0))[i] for part in everyone) for i in (0, 1)] for n in names}
+        totals: dict[str, list[float]] = {}
+        for sums in current().gather(self.tally.read()):
+            for name, (total, count) in sums.items():
+                entry = totals.setdefault(name, [0.0, 0.0])
+                entry[0] += total
+                entry[1] += count
+        return totals
 
 
 @contextmanager
 def stopping(callback: RunCallback) -> Iterator[list[int]]:
-    """On SIGTERM or Ctrl-C, end the run after the current step, with a checkpoint; a second Ctrl-C ends it at once.
+    """Let SIGTERM and Ctrl-C end the run after the current step, with a checkpoint; a second Ctrl-C ends it at once.
 
-    Yields the signals that were received.
+    Yields:
+        The signals that were received.
     """
     received: list[int] = []
 
@@ -223,15 +228,15 @@ def stopping(callback: RunCallback) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def headline(table: pd.DataFrame) -> dict[str, Finding]:
-    """The findings of a run by name, as of the last evaluation."""
+def _headline(table: pd.DataFrame) -> dict[str, Finding]:
+    """Name -> finding of a run, from its last evaluation."""
     if table.empty:
         return {}
     step = int(table.step.max())
     rows = table[(table.measure != "average_precision") | (table.statistic == "ap50")]
     last = {row.measure: row for row in rows[rows.step == step].sort_values("layer").itertuples()}  # deepest layers
     losses = table[table.measure == "validation_loss"].set_index("step")["value"].dropna()
-    found: dict[str, Finding] = {}
+    findings: dict[str, Finding] = {}
     for name, sentence in FINDINGS.items():
         row: Any = last.get(MEASURES.get(name, name))
         if row is None or not math.isfinite(row.value):
@@ -243,17 +248,18 @@ def headline(table: pd.DataFrame) -> dict[str, Finding]:
                 words += f", {losses[0]:.3f} before training"
             best: Any = losses.idxmin()
             words += f"; it was lowest at step {best:,} ({losses[best]:.3f})." if best != step else "."
-        found[name] = Finding(float(row.value), row.unit, describe_jump(row.value) if name == "zeta_L" else words)
-    return found
+        words = describe_jump(row.value) if name == "zeta_L" else words
+        findings[name] = Finding(float(row.value), row.unit, words)
+    return findings
 
 
-def card_of(meta: Mapping[str, Any], settings: TrainSettings, findings: Mapping[str, Finding], step: int) -> ModelCard:
-    """The card of a checkpoint: recipe, method, data, and the findings of the last evaluation.
+def _card_of(meta: Mapping[str, Any], settings: TrainSettings, findings: Mapping[str, Finding], step: int) -> ModelCard:
+    """Make the model card of a checkpoint: recipe, method, data, and the findings of the last evaluation.
 
     Args:
         meta: metadata of the run's results.
-        settings: of the run.
-        findings: by name.
+        settings: the run's settings.
+        findings: name -> finding.
         step: optimiser steps taken.
     """
     model = meta["model"]
@@ -267,7 +273,7 @@ def card_of(meta: Mapping[str, Any], settings: TrainSettings, findings: Mapping[
         f"`{one_line(data.name, 200)}`. {one_line(settings.about, 400)}"
     )
     numbers = {
-        **{NAMES[name]: f"{found.value:.4g} {found.unit}" for name, found in findings.items() if name in NAMES},
+        **{NAMES[name]: f"{finding.value:.4g} {finding.unit}" for name, finding in findings.items() if name in NAMES},
         "Parameters": f"{model['parameters']:,}",
         "Optimiser steps": f"{step:,} of {settings.steps:,}",
         "Tokens" if task == "causal-lm" else "Examples": f"{step * settings.units_per_step:,}",

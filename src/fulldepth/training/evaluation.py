@@ -21,7 +21,7 @@ from fulldepth.metrics import AveragePrecision, Detections, Observation, Row, Se
 
 
 @torch.no_grad()
-def evaluate(
+def evaluate_held_out(
     model: Any, data: Sequence[Any], collate: Callable[[list[Any]], Mapping[str, Any]], batch_size: int
 ) -> tuple[list[Row], list[str]]:
     """Evaluate a model on held-out items, which the processes share; every process must call this.
@@ -30,15 +30,15 @@ def evaluate(
     objects.
 
     Args:
-        model: to evaluate.
+        model: the model to evaluate.
         data: items for `collate`.
-        collate: makes a batch of items.
+        collate: function that makes a batch from items.
         batch_size: items in one forward pass.
 
     Returns:
-        Rows of the run's table: loss (the first one, the mean cross-entropy in nats, or a detector's own loss),
-        accuracies and losses by layer, precisions, displacements and jump rates; and further numbers than the loss for
-        the line that a run prints.
+        Rows of the run's table, and texts with numbers besides the loss for the line that a run prints. The first row
+        is the loss (mean cross-entropy in nats, or a detector's own loss); others are accuracies and losses by layer,
+        precisions, displacements and jump rates.
     """
     anatomy = find_anatomy(model)
     task = Task.of(model)
@@ -69,15 +69,15 @@ def evaluate(
                 logits, boxes = (torch.stack(part).float() for part in zip(*read, strict=True))  # [L, B, Q, C or 4]
                 mask = torch.ones(logits.shape[1:3], dtype=torch.bool)
                 images = torch.arange(start, start + len(mask))
-                found = Detections(logits, boxes, batch["labels"])
-                precision.update(Observation({}, mask, mask, images, detections=found))
+                detections = Detections(logits, boxes, batch["labels"])
+                precision.update(Observation({}, mask, mask, images, detections=detections))
             activations.clear()
     for total in sums.values():
         add_up(total)
     tokens = float(sums["tokens"])
     targets = float(sums["targets"])
     rows = list[Row]()
-    shown = list[str]()
+    texts = list[str]()
 
     def add(measure: str, value: Any, layer: int | None = None, unit: str = "1", count: float = targets) -> None:
         site = "model" if layer is None else "residual"
@@ -90,7 +90,7 @@ def evaluate(
     if task.classifies:
         accuracy = float(sums["correct"]) / targets
         add("validation_accuracy", accuracy)
-        shown.append(f"accuracy {accuracy:.2%}")
+        texts.append(f"accuracy {accuracy:.2%}")
         by_layer = sums["correct_by_layer"].tolist(), sums["loss_by_layer"].tolist()
         for layer, (number, loss) in enumerate(zip(*by_layer, strict=True)):  # aligned training, Eq. 2
             add("lens_accuracy", number / targets, layer)
@@ -98,7 +98,7 @@ def evaluate(
     if precision is not None:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # a process may have had no batches
             rows += precision.rows()
-        shown += [f"AP50 {row.value:.1%}" for row in rows if row.statistic == "ap50" and row.layer == layers]
+        texts += [f"AP50 {row.value:.1%}" for row in rows if row.statistic == "ap50" and row.layer == layers]
     psi = (sums["displacement"] / sums["defined"]).cpu()  # [L], NaN where no token has a direction
     for layer, value in enumerate(psi.tolist(), start=1):
         add("displacement", value, layer, count=tokens)
@@ -107,16 +107,18 @@ def evaluate(
         if math.isfinite(rate):
             add("jump_rate", rate, layers - back, "%", tokens)
             if back == 0:
-                shown.append(f"jump rate {rate:.2f} %")
-    return rows, shown
+                texts.append(f"jump rate {rate:.2f} %")
+    return rows, texts
 
 
 def _batch_sums(
     anatomy: Anatomy, task: Task, outputs: Any, batch: Mapping[str, Any], states: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Sums over a batch: displacements and numbers of defined ones [L], tokens, cross-entropy, rest of the loss, and
-    targets (of a detector objects); of a classifier correct rows, by the model and by its heads on layers 0..L, and the
-    losses of these.
+    """Return sums over a batch.
+
+    They are displacements [L] and the numbers of defined ones [L], tokens, cross-entropy, the rest of the loss, and
+    targets (objects for a detector). For a classifier also the rows that the model classifies correctly, and the
+    correct rows and losses of its head on layers 0..L.
     """
     loss = task.loss(outputs)
     targets = task.targets(batch)
@@ -148,15 +150,15 @@ def _batch_sums(
 
 
 def tracked(rows: Sequence[Row], means: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Numbers of one evaluation by name, as trackers show them; values that are not finite are left out.
+    """Name -> number of one evaluation, as trackers show it; values that are not finite are left out.
 
     `eval_loss` (validation loss, nats), `eval_accuracy` (of classifiers), `eval_displacement_layer_1` to `L`,
-    `eval_zeta_L`, `eval_zeta_L-1` and `eval_zeta_L-2` (jump rates, per cent) are of the validation sequences.
+    `eval_zeta_L`, `eval_zeta_L-1` and `eval_zeta_L-2` (jump rates, per cent) are over the validation sequences.
     `cross_entropy` (nats, on the training data) and `penalty_NAME` (without its weight) are means over the steps since
     the last evaluation. Trackers replace the prefix `eval_` by `eval/` and put `train/` before the others.
 
     Args:
-        rows: from `evaluate`.
+        rows: rows from `evaluate_held_out`.
         means: part of the loss -> (sum, count) since the last evaluation.
     """
     numbers = dict[str, float]()

@@ -1,4 +1,4 @@
-"""The run folder: ownership, saved settings, the checkpoint to resume from and what it keeps of its run, and export."""
+"""The run folder: lock, saved settings, the checkpoint to resume from with its notes, and export."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ OF_OTHERS = (
 )
 """Patterns of files from other commands."""
 OF_RUNS = (DOCUMENT, TABLE, PAGE, "checkpoint-*", TOKENIZER)
-"""Patterns of files of a run; without its settings they are something else."""
+"""Patterns of files of a run. Without the run's settings beside them, they belong to something else."""
 RECORD = "record.parquet"
 """File in a checkpoint: the rows of the run's results up to its step."""
 NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype", *TOKEN_IDS}
-"""Entries of `config.json` without effect on training, or that the Trainer sets from the tokenizer."""
+"""Entries of `config.json` that have no effect on training, or that the Trainer sets from the tokenizer."""
 NOT_THE_MODEL = (
     SEAL,
     UNFINISHED,
@@ -73,7 +73,7 @@ NOT_THE_MODEL = (
     "rng_state*",
     ".*",
 )
-"""Patterns of files of a checkpoint that only resuming needs."""
+"""Patterns of files of a checkpoint that are needed only to resume."""
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 """Patterns of files with a model's weights."""
 
@@ -88,7 +88,7 @@ class RunNotes(Settings):
     evaluated: NonNegativeInt = 0
     """Step of the last evaluation."""
     origin: dict[str, str] = Field(default_factory=dict)
-    """What determines a run's numbers besides its settings, see `check_origin`."""
+    """Hashes and names that determine a run's numbers besides its settings, see `check_origin`."""
 
 
 def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
@@ -97,16 +97,19 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
     The folder of a run that ended before its first step counts as empty.
 
     Raises:
-        FulldepthError: if the folder holds a run and `resume` is not set, holds a run with other settings, or any
-            other file that a run would overwrite.
+        FulldepthError: if the folder holds a run and `resume` is False, a run with other settings, or any other file
+            that a run would overwrite.
     """
     if not (folder / SETTINGS).exists():
         if foreign := [path.name for pattern in (*OF_RUNS, *OF_OTHERS) for path in sorted(folder.glob(pattern))]:
-            raise FulldepthError(f"{folder} holds {foreign[0]} of something else; choose another --output.")
+            raise FulldepthError(
+                f"{folder} holds {foreign[0]}, which does not belong to a training run; choose another --output."
+            )
     elif not _took_no_step(folder):
         if not resume:
-            raise FulldepthError(f"{folder} already holds a run. Go on with it (--resume), or choose another --output.")
-        saved, requested = (_flat(s.model_dump(mode="json")) for s in (saved_settings(folder), settings))
+            raise FulldepthError(f"{folder} already holds a run. Resume it (--resume), or choose another --output.")
+        saved = _flat(saved_settings(folder).model_dump(mode="json"))
+        requested = _flat(settings.model_dump(mode="json"))
         different = [
             f"{one_line(key, 60)} was {one_line(repr(saved.get(key)), 60)}, is {one_line(repr(requested.get(key)), 60)}"
             for key in sorted(saved.keys() | requested.keys())
@@ -114,7 +117,7 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
         ]
         if different:
             raise FulldepthError(
-                f"{folder} holds a run of another recipe: {'; '.join(different[:4])}"
+                f"{folder} holds a run with other settings: {'; '.join(different[:4])}"
                 f"{'; ...' if len(different) > 4 else ''}. Resume it with its own settings, or choose another --output."
             )
         document: Any = None
@@ -123,7 +126,8 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
         kind = document.get("kind") if isinstance(document, dict) else None
         if document is not None and kind != KIND:
             raise FulldepthError(
-                f"{folder / DOCUMENT} is not of a training run, but of {one_line(repr(kind), 60)}. Move it elsewhere."
+                f"{folder / DOCUMENT} holds results of the kind {one_line(repr(kind), 60)}, expected {KIND!r}. Move it "
+                "elsewhere."
             )
 
 
@@ -131,11 +135,11 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
 def holding(folder: Path, settings: TrainSettings, resume: bool) -> Iterator[tuple[Path | None, RunNotes, list[Path]]]:
     """Lock a run folder, write the settings, and remove or rename incomplete checkpoints, in the first process.
 
-    A run that is refused before its first row leaves none of its files, so that another command can take the folder.
+    A run that is refused before its first row leaves none of its files, so that another command can use the folder.
 
     Args:
         folder: the run folder.
-        settings: written into it.
+        settings: settings to write into it.
         resume: whether the folder may already hold the run.
 
     Yields:
@@ -152,11 +156,11 @@ def holding(folder: Path, settings: TrainSettings, resume: bool) -> Iterator[tup
         open_run(folder, settings, resume)
         try:
             if (folder / SETTINGS).exists() and _took_no_step(folder) and saved_settings(folder) != settings:
-                shutil.rmtree(folder / TOKENIZER, ignore_errors=True)  # of another size, or trained on other text
+                shutil.rmtree(folder / TOKENIZER, ignore_errors=True)  # its size or its training text may differ
             with atomic(folder / SETTINGS) as part:
                 part.write_text(dump(settings), encoding="utf-8")
             renamed = settle_checkpoints(folder)
-            if settings.keep_checkpoints:  # killed between a new checkpoint and the removal of an old one
+            if settings.keep_checkpoints:  # the run may have been killed before it removed an old checkpoint
                 drop_checkpoints(folder, settings.keep_checkpoints)
         except OSError as error:
             raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
@@ -166,7 +170,7 @@ def holding(folder: Path, settings: TrainSettings, resume: bool) -> Iterator[tup
     with ExitStack() as stack:
         claimed = current().first(claim)
         if not all(current().gather((folder / SETTINGS).exists())):
-            raise FulldepthError(f"Not all processes see {folder}; choose a folder on a disk that all machines share.")
+            raise FulldepthError(f"Not all processes see {folder}; choose a folder on a disk shared by all machines.")
         try:
             yield claimed
         except StoppedError:
@@ -179,9 +183,9 @@ def holding(folder: Path, settings: TrainSettings, resume: bool) -> Iterator[tup
 
 
 def _took_no_step(folder: Path) -> bool:
-    """Whether the folder holds only the settings of a run, with no row beyond step 0 and no checkpoint.
+    """Return True if the folder holds only the settings of a run, with no row beyond step 0 and no checkpoint.
 
-    Settings in another form than that of `dump` may be a user's recipe and are never overwritten.
+    A settings file that `dump` would write differently may be a user's recipe, and is never overwritten.
     """
     started = any(not (path / UNFINISHED).exists() for path in folder.glob("checkpoint-*"))
     if started or any(any(folder.glob(pattern)) for pattern in OF_OTHERS):
@@ -198,12 +202,12 @@ def _took_no_step(folder: Path) -> bool:
 
 
 def dump(settings: TrainSettings) -> str:
-    """Settings as YAML from which `saved_settings` restores them."""
+    """Return settings as YAML from which `saved_settings` restores them."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def saved_settings(folder: Path) -> TrainSettings:
-    """The settings of the run in a folder.
+    """Read the settings of the run in a folder.
 
     Raises:
         FulldepthError: if the file cannot be read or holds no such settings; the message names the file.
@@ -214,10 +218,13 @@ def saved_settings(folder: Path) -> TrainSettings:
             return layer(TrainSettings, read(path, "train"))
     except FulldepthError as error:
         words = "\n".join(one_line(line, 200) for line in str(error).splitlines()[:4])
-        raise FulldepthError(words if str(path) in words else f"{path} holds no settings of a run. {words}") from error
+        if str(path) not in words:
+            words = f"{path} does not hold the settings of a run. {words}"
+        raise FulldepthError(words) from error
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value of nested settings."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
@@ -233,9 +240,11 @@ def check_origin(
     before: dict[str, str],
     checkpoint: Path | None,
 ) -> dict[str, str]:
-    """What determines a run's numbers besides its settings: hashes of data and configuration, the order of the items,
-    the model that adapters are added to, and the size of the batches if a penalty is a function of it. Refuse to resume
-    where numbers would differ; every process must call this.
+    """Return a run's origin, and refuse to resume if it differs from that of the checkpoint.
+
+    The origin determines a run's numbers besides its settings: hashes of data and configuration, the order of the
+    items, the model that adapters are added to, and the size of the batches if a penalty is a function of it. Every
+    process must call this.
 
     Args:
         settings: the run's settings.
@@ -246,8 +255,7 @@ def check_origin(
         checkpoint: the checkpoint to resume from; None at the start.
 
     Raises:
-        FulldepthError: in every process, if the data or the configuration are not those of the checkpoint or of another
-            process.
+        FulldepthError: in every process, if the origin differs from that of the checkpoint or of the first process.
     """
     entries = json.loads(model.config.to_json_string(use_diff=True)).items()
     counted = {name: value for name, value in entries if name not in NO_NUMBERS}
@@ -256,7 +264,7 @@ def check_origin(
         "order of the data": f"{ORDER} {settings.seed}",
         "model configuration": str(Fingerprint(json.dumps(counted, sort_keys=True))),
     }
-    if settings.lora.rank:  # a checkpoint does not hold them
+    if settings.lora.rank:  # a checkpoint does not hold these weights
         origin["model to start from"] = model_hash(model)
     for name in per_batch_terms(settings.objective.terms):
         origin[f"batch of {name}"] = f"{arguments.world_size} x {arguments.per_device_train_batch_size} sequences"
@@ -264,14 +272,14 @@ def check_origin(
     if checkpoint is not None:
         references.append((f"in {checkpoint}", before))
     differences = [
-        f"The {name} differs: {one_line(was.get(name), 60)} {where}, {one_line(here, 60)} here. A run needs the same "
-        "data, tokenizer and model from beginning to end, in every process."
-        for where, was in references
-        for name, here in origin.items()
-        if was.get(name) != here
+        f"The {name} differs: {one_line(reference.get(name), 60)} {where}, {one_line(value, 60)} here. A run needs the "
+        "same data, tokenizer and model from beginning to end, in every process."
+        for where, reference in references
+        for name, value in origin.items()
+        if reference.get(name) != value
     ]
-    if everywhere := [difference for part in current().gather(differences) for difference in part]:
-        raise FulldepthError(everywhere[0])
+    if in_any_process := [difference for part in current().gather(differences) for difference in part]:
+        raise FulldepthError(in_any_process[0])
     return origin
 
 
@@ -279,10 +287,10 @@ def check_disk(model: PreTrainedModel, settings: TrainSettings, folder: Path, ch
     """Refuse a run whose checkpoints will not fit on the disk.
 
     Args:
-        model: with the weights that are trained.
-        settings: of the run.
-        folder: of the run.
-        checkpoint: to resume from; None at the start.
+        model: the model, with the weights that are trained.
+        settings: the run's settings.
+        folder: the run folder.
+        checkpoint: the checkpoint to resume from; None at the start.
 
     Raises:
         FulldepthError: with the number and size of the checkpoints, and the free bytes.
@@ -292,29 +300,29 @@ def check_disk(model: PreTrainedModel, settings: TrainSettings, folder: Path, ch
     count = math.ceil(settings.steps / settings.save_every) - done // settings.save_every
     if done >= settings.steps:
         return
-    if keep is not None:  # a new one is whole before an old one is removed
+    if keep is not None:  # a new checkpoint is complete before an old one is removed
         count = min(count, max(1, keep + 1 - len(sealed_checkpoints(folder))))
-    one = sum(p.numel() * p.itemsize * (1 + 2 * p.requires_grad) for p in model.parameters())
+    size = sum(p.numel() * p.itemsize * (1 + 2 * p.requires_grad) for p in model.parameters())
     check_free(
         folder,
-        count * one,
-        f"Checkpoints with weights and optimiser: {count} x {one / 1e9:.2f} GB. Keep fewer (keep_checkpoints=1, "
-        "save_every=N), name another place, or free some.",
+        count * size,
+        f"Checkpoints with weights and optimiser: {count} x {size / 1e9:.2f} GB. Keep fewer (keep_checkpoints=1, "
+        "save_every=N), choose another place, or free some space.",
     )
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The last whole checkpoint of a run; None without any."""
+    """Return the last complete checkpoint of a run; None if there is none."""
     return next((path for _, path in reversed(sealed_checkpoints(folder))), None)
 
 
 def step_of(checkpoint: Path) -> int:
-    """N of `checkpoint-N`."""
+    """Return N of a folder `checkpoint-N`."""
     return int(checkpoint.name.partition("-")[2])
 
 
 def resume_notes(checkpoint: Path) -> RunNotes:
-    """The notes of a sealed checkpoint.
+    """Read the notes of a sealed checkpoint.
 
     Raises:
         FulldepthError: if they cannot be read, or a file of the checkpoint has changed since it was written.
@@ -322,7 +330,7 @@ def resume_notes(checkpoint: Path) -> RunNotes:
     try:
         return validated(checkpoint / SEAL, notes_of(checkpoint), RunNotes)
     except FulldepthError as error:
-        raise FulldepthError(f"{error} Remove {checkpoint} to go on from the checkpoint before.") from error
+        raise FulldepthError(f"{error} Remove {checkpoint} to go on from the checkpoint before it.") from error
 
 
 @with_progress
@@ -337,7 +345,7 @@ def export_run(
     """Write the model of a run's checkpoint (configuration, tokenizer, safetensors) into a folder of its own.
 
     Args:
-        run: a training run's folder, or that of one of its checkpoints.
+        run: the folder of a training run, or of one of its checkpoints.
         output: the new folder, which must not exist.
         step: step of the checkpoint; None = the last complete one.
         dtype: `float32`, `bfloat16` or `float16`; None = that of the checkpoint.
@@ -355,14 +363,16 @@ def export_run(
     checkpoints = dict(sealed_checkpoints(run))
     target = Path(output)
     if not checkpoints:
-        raise FulldepthError(f"{run} holds no whole checkpoint of a training run; expected the folder of one.")
+        raise FulldepthError(
+            f"{run} holds no complete checkpoint; expected the folder of a training run or of one of its checkpoints."
+        )
     if step is not None and step not in checkpoints:
         steps = ", ".join(map(str, list(checkpoints)[-8:]))
-        raise FulldepthError(f"{run} has no whole checkpoint-{step}; the last ones are of steps {steps}.")
+        raise FulldepthError(f"{run} has no complete checkpoint-{step}; the last ones are of steps {steps}.")
     check_target(target)
     checkpoint = checkpoints[max(checkpoints) if step is None else step]
     if tokenizer := find_tokenizer(checkpoint):
-        load_tokenizer(tokenizer)  # it is copied, and damaged files are refused
+        load_tokenizer(tokenizer)  # refuses damaged files, which would be copied
     if (checkpoint / "preprocessor_config.json").exists():
         load_processor(checkpoint, None)
     watcher.say(f"Exporting {checkpoint}")

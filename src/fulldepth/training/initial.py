@@ -1,4 +1,4 @@
-"""Initialisation schemes of papers and their frameworks that differ from that of transformers.
+"""Initialisation schemes of papers and their code that differ from that of transformers.
 
 Initialisation belongs to training, not to an architecture: the rules apply to every causal model, and a checkpoint does
 not record them.
@@ -24,7 +24,7 @@ OUTPUTS = ("o_proj", "down_proj", "c_proj")
 
 
 def draw_weights(model: PreTrainedModel, settings: InitializerSettings) -> None:
-    """Draw a new model's weights again by the rules of the settings, from torch's global generator. In place.
+    """Draw a new model's weights again by the rules of the settings, in place, from torch's global generator.
 
     - `distribution: truncated-normal`: a matrix with k inputs has N(0, 1/k) cut at 3 standard deviations, an embedding
       of D channels N(0, 1/D) cut likewise; the cut makes the standard deviation 0.98658 of the nominal one. Biases and
@@ -38,7 +38,7 @@ def draw_weights(model: PreTrainedModel, settings: InitializerSettings) -> None:
       from the same list.
 
     Args:
-        model: as initialised by its class.
+        model: the model as its class initialises it.
         settings: the rules; the defaults change nothing and draw no random number.
 
     Raises:
@@ -72,14 +72,14 @@ def check_initializer(model: PreTrainedModel, settings: InitializerSettings) -> 
     """Check that the settings apply to a model, from names and shapes only.
 
     Raises:
-        FulldepthError: for `memory` without such a memory, and for a model with matrices outside linear layers
-            (`distribution`) or without the known names of output matrices (`output_scale`).
+        FulldepthError: for `memory` if the model has no such memory, for `distribution` if it has matrices outside of
+            linear layers, and for `output_scale` if its output matrices do not have the known names.
     """
     _memory_bounds(model, settings)
     if settings.output_scale != 1.0 and len(_outputs(model)) != 2 * model.config.num_hidden_layers:
         raise FulldepthError(
-            f"initializer.output_scale needs two matrices a layer called {', '.join(OUTPUTS)}; a "
-            f"{model.config.model_type} names its own otherwise."
+            f"initializer.output_scale needs two matrices in each layer named {', '.join(OUTPUTS)}; a "
+            f"{model.config.model_type} has {len(_outputs(model))} in {model.config.num_hidden_layers} layers."
         )
     if settings.distribution == "truncated-normal":
         matrices = {module.weight for module in _matrices(model)}
@@ -93,7 +93,7 @@ def check_initializer(model: PreTrainedModel, settings: InitializerSettings) -> 
 
 
 def _matrices(model: nn.Module) -> list[Any]:
-    """Linear layers and embeddings of the stock model; of tied ones the first."""
+    """Return the linear layers and embeddings of the stock model; the first of those that share a weight."""
     added: set[str] = getattr(model, "added_parameters", set)()
     by_weight = dict[Any, Any]()
     for name, module in model.named_modules():
@@ -103,6 +103,7 @@ def _matrices(model: nn.Module) -> list[Any]:
 
 
 def _outputs(model: nn.Module) -> list[Any]:
+    """Return the modules that write into the residual stream, found by name."""
     return [module for name, module in model.named_modules() if name.rpartition(".")[2] in OUTPUTS]
 
 

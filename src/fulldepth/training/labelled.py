@@ -1,6 +1,4 @@
-"""Labelled rows to train on, with classes or boxes: the rows, their tokenizer or image processor, and random changes of
-images.
-"""
+"""Training data with classes or boxes: rows, their tokenizer or image processor, and random changes of images."""
 
 from __future__ import annotations
 
@@ -37,20 +35,21 @@ from fulldepth.training.text import run_tokenizer
 from fulldepth.training.trainer import RunData
 
 DETECTS = ("aligned", "similarity", "jump")
-"""Terms that a detector can be trained with; the others read attention over positions of a sequence."""
+"""Terms that a detector can be trained with; other terms read attention over positions of a sequence."""
 EDGE = 800
+"""Pixels of the shorter edge that images are scaled to."""
 RATIO = 5 / 3
-"""Longest edge over the shorter one that images are scaled to (DETR's 1333 / 800)."""
+"""Largest ratio of the longer edge to `EDGE` (DETR's 1333 / 800)."""
 
 
 def class_names(settings: TrainSettings, source: Source | None = None) -> tuple[str, ...]:
-    """Names of the classes of a run, from its training source; a detector's are those of the data's categories.
+    """Return the names of a run's classes, from its training source; for a detector, the data's categories.
 
     Without a source they come from `model.num_labels`, or the data are opened; no image is read.
 
     Raises:
-        FulldepthError: if `model.num_labels` is no number of classes that the task can have, the data are not at hand,
-            or they have no classes, or not as many as declared.
+        FulldepthError: if `model.num_labels` is not a possible number of classes, the data cannot be opened or have no
+            classes, or the numbers differ.
     """
     declared = (settings.model.model_extra or {}).get("num_labels")
     data = settings.data
@@ -58,8 +57,8 @@ def class_names(settings: TrainSettings, source: Source | None = None) -> tuple[
     least = 1 if detects else 2
     if declared is not None and (type(declared) is not int or declared < least):
         raise FulldepthError(
-            f"model.num_labels is {one_line(repr(declared), 60)}. Expected a whole number of at least {least}: the "
-            f"classes of task: {settings.task}."
+            f"model.num_labels is {one_line(repr(declared), 60)}. Expected a whole number of at least {least}, the "
+            f"number of classes for task: {settings.task}."
         )
     if source is None:
         if declared is not None:
@@ -68,25 +67,27 @@ def class_names(settings: TrainSettings, source: Source | None = None) -> tuple[
             source = training_source(data)
         except FulldepthError as error:
             raise FulldepthError(
-                f"{error} Without the data, model.num_labels=N states the number of classes."
+                f"{error} To go on without the data, state the number of classes with model.num_labels=N."
             ) from error
     if not detects:
         return name_classes(source, declared)
     if declared not in (None, len(source.class_names)):
-        raise FulldepthError(f"{source.name} names {len(source.class_names)} classes; model.num_labels is {declared}.")
+        raise FulldepthError(
+            f"{source.name} names {len(source.class_names)} classes, but model.num_labels is {declared}. Leave it out."
+        )
     return source.class_names
 
 
 def training_source(data: DataSettings) -> Source:
-    """The labelled rows of a run, as they are in the data."""
+    """Open the labelled rows of a run, as they are in the data."""
     return open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=data.skip_bad)
 
 
 def labelled_data(settings: TrainSettings) -> tuple[list[Source], list[str]]:
-    """The rows to train and to validate on, checked, and warnings.
+    """Return the checked rows for training and validation, and warnings.
 
     Raises:
-        FulldepthError: if there are none, or a row is bad and `data.skip_bad` is not set.
+        FulldepthError: if there are no rows, or a row is bad and `data.skip_bad` is not set.
     """
     data = settings.data
     skip = settings.data.skip_bad
@@ -94,16 +95,16 @@ def labelled_data(settings: TrainSettings) -> tuple[list[Source], list[str]]:
     warnings = list[str]()
 
     def checked(source: Source, *, every: bool) -> Source:
-        """The valid rows. With `every`, each class needs a row; a detector needs less."""
+        """Return the valid rows. With `every`, each class of a classifier needs a row."""
         rows = check_rows(source, settings.task, classes, skip_bad=skip)
         warnings.extend(rows.warnings)
         labels = {record.label for record in rows.records}
         missing = [name for number, name in enumerate(classes) if number not in labels]
         if missing and not detects:
-            lacks = f"{source.name} has no row of {len(missing)} of the {len(classes)} classes ({listed(missing)})."
+            sentence = f"{source.name} has no row for {len(missing)} of the {len(classes)} classes ({listed(missing)})."
             if every and not skip:
-                raise FulldepthError(f"{lacks} Give rows of every class, or set data.skip_bad.")
-            warnings.append(lacks)
+                raise FulldepthError(f"{sentence} Add rows of every class, or set data.skip_bad.")
+            warnings.append(sentence)
         return replace(rows, warnings=())
 
     source = training_source(data)
@@ -111,16 +112,16 @@ def labelled_data(settings: TrainSettings) -> tuple[list[Source], list[str]]:
     train = checked(source, every=True)
     if data.validation is not None:
         other = open_source(data.validation, skip_bad=skip, limit=settings.most_validation, seed=settings.seed)
-        # a rare class may be in none of the rows of a sample
+        # a sample of the rows may lack a rare class
         return [train, checked(other, every=len(other) != settings.most_validation)], warnings
     least = 1 if detects else len(classes)
-    most = min(max(least, round(len(train) * data.validation_share)), settings.most_validation)
-    chosen = held_out(train, most, settings.seed)
-    return [train.select(np.flatnonzero(chosen == part)) for part in (False, True)], warnings
+    count = min(max(least, round(len(train) * data.validation_share)), settings.most_validation)
+    validates = held_out(train, count, settings.seed)
+    return [train.select(np.flatnonzero(validates == part)) for part in (False, True)], warnings
 
 
 def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> RunData:
-    """Images with classes or boxes; arguments as for `packed_data`.
+    """Open images with classes or boxes. The arguments are those of `packed_data`.
 
     Raises:
         FulldepthError: if data, model or method do not fit the task.
@@ -130,8 +131,8 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
     for name in settings.objective.terms if detects else ():
         if name not in DETECTS:
             raise FulldepthError(
-                f"task: detection cannot be trained with {name}. It can with {', '.join(DETECTS)}, and with the loss "
-                "of the last decoder layer alone (method: baseline)."
+                f"task: detection cannot be trained with {name}. Available: {', '.join(DETECTS)}, or the loss of the "
+                "last decoder layer alone (method: baseline)."
             )
     watcher.say(f"Reading {settings.data.name}")
     parts, warnings = labelled_data(settings)
@@ -150,7 +151,7 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
     wanted = getattr(getattr(config, "backbone_config", None) or config, "num_channels", 3)
     if channels != wanted:
         raise FulldepthError(
-            f"Images are read with {channels} channels (RGB), and the model takes {wanted} (model.num_channels)."
+            f"Images are read with {channels} channels (RGB), but the model takes {wanted} (model.num_channels)."
         )
     if settings.augmentation.changes:
         edges = (width, height)
@@ -167,23 +168,29 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
 
 
 def _check_detection(config: Any, parts: Sequence[Source]) -> list[str]:
-    """Refuse data without objects, and a model that cannot learn them or whose own loss is another one than the
-    method's; a warning if classes occur in no training image.
+    """Refuse data without objects, a model with too few queries, and a model whose loss differs from the method's.
+
+    Returns:
+        A warning if a class is in no training image, else nothing.
     """
     queries = getattr(config, "num_queries", math.inf)
     for rows, part in zip(parts, ("training", "validation"), strict=True):
-        most = max((r.objects.targets for r in rows.records if r.objects is not None), default=0)
-        if not most:
+        objects = max((r.objects.targets for r in rows.records if r.objects is not None), default=0)
+        if not objects:
             raise FulldepthError(
-                f"{rows.name} has no object in any {part} image (crowds do not count). Give images with boxes "
-                "as data.name and data.validation, or hold out more (data.validation_share)."
+                f"{rows.name} has no object in any {part} image (crowds do not count). Name images with boxes as "
+                "data.name and data.validation, or hold out more (data.validation_share)."
             )
-        if most > queries:
-            raise FulldepthError(f"An image has {most} objects, and the model {queries} queries (model.num_queries).")
+        if objects > queries:
+            raise FulldepthError(
+                f"An image has {objects} objects, but the model has {queries} queries (model.num_queries); it needs at "
+                "least one query for each object."
+            )
     if getattr(config, "auxiliary_loss", False):
         raise FulldepthError(
             "model.auxiliary_loss makes transformers add a loss of every layer, and normalise the states between the "
-            "layers. Leave it out: method=aligned has the losses, with objective.aligned.weights=sum unweighted."
+            "layers. Leave it out; for the losses of all layers use method=aligned (unweighted with "
+            "objective.aligned.weights=sum)."
         )
     train = parts[0]
     boxed = {index for record in train.records if record.objects for index in record.objects.classes}
@@ -192,7 +199,7 @@ def _check_detection(config: Any, parts: Sequence[Source]) -> list[str]:
 
 
 def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> RunData:
-    """Texts with classes; arguments as for `packed_data`.
+    """Open texts with classes. The arguments are those of `packed_data`.
 
     Raises:
         FulldepthError: if data, tokenizer and model do not fit each other.
@@ -203,7 +210,9 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
     tokenizer = run_tokenizer(settings, folder, arguments, watcher, texts)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise FulldepthError("The tokenizer has no padding token and no end-of-text token to pad with.")
+            raise FulldepthError(
+                "The tokenizer has neither a padding token nor an end-of-text token; padding needs one of them."
+            )
         tokenizer.pad_token = tokenizer.eos_token
     pad_id = tokenizer.pad_token_id
     config = build_config(
@@ -238,7 +247,7 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
 
 @torch.no_grad()
 def padding_warning(model: Any, rows: LabelledRows, collator: Collator) -> list[str]:
-    """A warning if the logits of the shortest row change in a batch with the longest, where it is padded.
+    """Return a warning if padding the shortest row to the length of the longest changes its logits.
 
     FNet and ConvBERT mix padding into the tokens; XLNet's classifier reads the last position.
     """
@@ -256,7 +265,7 @@ def padding_warning(model: Any, rows: LabelledRows, collator: Collator) -> list[
 
 
 def _facts(parts: Sequence[Source], described: Fingerprint) -> dict[str, Any]:
-    """For the record; the rows are added to the fingerprint of what is made of them."""
+    """Return facts for the record. Their hash covers the rows and `described`, which covers what is made from them."""
     for rows in parts:
         for record in rows.records:
             described.add(record.digest + str(record.label if record.objects is None else record.objects).encode())
@@ -273,17 +282,17 @@ def _facts(parts: Sequence[Source], described: Fingerprint) -> dict[str, Any]:
 def changed(
     record: DataRecord, key: int, *, settings: AugmentationSettings, edges: Sequence[int], seed: int
 ) -> DataRecord:
-    """A randomly changed training image: mirrored with its boxes, then rotated and shifted over black.
+    """Return a randomly changed training image: mirrored with its boxes, then rotated and shifted over black.
 
     The random numbers follow from seed and key (epoch and index) alone, so they do not depend on batches, processes,
     workers or resuming.
 
     Args:
         record: an image as in the data.
-        key: as in `LabelledRows`.
-        settings: of images with boxes `flip` alone.
-        edges: width and height of the model's input, in whose pixels shifts are counted.
-        seed: of the run.
+        key: the item's key, as in `LabelledRows`.
+        settings: the changes; images with boxes are only mirrored (`flip`).
+        edges: width and height of the model's input; shifts are in pixels of this size.
+        seed: the run's seed.
     """
     random = np.random.default_rng([seed, key])
     flips = random.random() < 0.5

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): added to a model, written merged and apart, and restored when a run resumes."""
+"""Low-rank adapters (LoRA): added to a model, saved merged and separately, and restored when a run resumes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fulldepth.core.errors import FulldepthError, needing
 from fulldepth.settings.train import LoraSettings
 
 ADAPTERS = "lora.safetensors"
-"""File beside the merged weights of a checkpoint, from which a run resumes."""
+"""File with the adapters, beside the merged weights of a checkpoint, from which a run resumes."""
 NAME = "default"
-"""Of PEFT's adapters."""
+"""Name of the adapters in PEFT."""
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
     r"""Freeze a model and add adapters to its linear layers, in place: `W x + s B (A x)` with `s = alpha / rank`.
 
-    A is drawn from torch's global generator and B is zero. Frozen matrices, the output weights of removed branches,
-    get none. Nothing happens without a rank.
+    A is drawn from torch's global generator and B is zero. Frozen matrices (the output weights of removed branches)
+    get no adapter. Nothing happens without a rank.
 
     Raises:
-        FulldepthError: if peft is not installed, or no layer has one of the names in `target_modules`.
+        FulldepthError: if peft is not installed, or no linear layer has one of the names in `target_modules`.
 
     Source: LoRA (arXiv 2106.09685), Eq. 3.
     """
@@ -44,19 +44,21 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
         exclude_modules=frozen or None,
     )
     try:
-        with warnings.catch_warnings(action="ignore"):  # of the transposed matrices of GPT-2
+        with warnings.catch_warnings(action="ignore"):  # peft warns about the transposed matrices of GPT-2
             peft.inject_adapter_in_model(config, model, NAME)
     except ValueError as error:
-        raise FulldepthError(f"lora.target_modules={settings.target_modules} fit no linear layer: {error}") from error
+        raise FulldepthError(
+            f"lora.target_modules={settings.target_modules} match no linear layer of the model: {error}"
+        ) from error
 
 
 def save_adapters(model: torch.nn.Module, weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """Write the adapters into a checkpoint's folder.
 
     Args:
-        model: with adapters.
-        weights: its state dict, of whole tensors.
-        folder: of the checkpoint.
+        model: the model with adapters.
+        weights: its state dict, with unsharded tensors.
+        folder: the checkpoint's folder.
 
     Returns:
         The state dict of the model without adapters: `W + s B A` in place of W, in W's precision.
@@ -68,11 +70,11 @@ def save_adapters(model: torch.nn.Module, weights: Mapping[str, Tensor], folder:
         if f"{name}.lora_A.{NAME}.weight" in adapters:
             a, b = (weights[f"{name}.lora_{part}.{NAME}.weight"].float() for part in "AB")
             change: Any = layer.scaling[NAME] * (b @ a)
-            own = merged[f"{name}.weight"]
-            merged[f"{name}.weight"] = (own + (change.T if layer.fan_in_fan_out else change)).to(own.dtype)
+            weight = merged[f"{name}.weight"]
+            merged[f"{name}.weight"] = (weight + (change.T if layer.fan_in_fan_out else change)).to(weight.dtype)
     return merged
 
 
 def load_adapters(model: torch.nn.Module, folder: str | Path) -> None:
-    """Restore the adapters of a checkpoint in a model that has the same."""
+    """Restore the adapters of a checkpoint in a model with the same adapters."""
     model.load_state_dict(load_file(Path(folder) / ADAPTERS), strict=False)

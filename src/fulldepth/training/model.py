@@ -89,7 +89,7 @@ class HeadKind(NamedTuple):
     """Configuration class -> model class."""
     noun: str
     common: tuple[str, ...]
-    """Well-known model types."""
+    """Well-known model types, as examples in errors."""
 
 
 HEADS = {
@@ -131,11 +131,11 @@ def build_config(
     checkpoint's own type. A class with switches also takes checkpoints of its stock family (`stock_model_type`).
 
     Args:
-        model: the settings. Their own keys override the arguments below.
+        model: the settings. Their keys override the arguments below.
         task: a key of `HEADS`, which determines the model's class.
-        vocab_size: tokens of the tokenizer; None = given by the settings.
+        vocab_size: number of the tokenizer's tokens; None = given by the settings.
         positions: tokens in a sequence; without a checkpoint, the model gets exactly as many positions.
-        special_tokens: `special_tokens(tokenizer)`: `bos_token_id`, `eos_token_id`, `pad_token_id`.
+        special_tokens: `bos_token_id`, `eos_token_id` and `pad_token_id`, from `special_tokens(tokenizer)`.
         classes: names of the classes of a classifier or detector; None = given by the settings.
 
     Raises:
@@ -145,7 +145,7 @@ def build_config(
     try:
         base = None if model.checkpoint is None else load_config(model.checkpoint)
     except FulldepthError as error:
-        raise FulldepthError(f"{error} model.checkpoint=FOLDER names what training starts from.") from error
+        raise FulldepthError(f"{error} model.checkpoint must name the checkpoint that training starts from.") from error
     kind = _kind(model, base, task)
     given = dict(model.model_extra or {})
     named = {field.name for field in fields(kind)} | set(inspect.signature(kind.__init__).parameters)
@@ -164,39 +164,42 @@ def build_config(
             defaults = {"vocab_size": vocab_size, POSITIONS: positions}
             sizes = {name: size for name, size in defaults.items() if size is not None and name in known} | given
             limit = sizes.get("vocab_size") or math.inf
-            original = {field.name: field.default for field in fields(kind) if field.name in TOKEN_IDS}
-            # ids of the class, of the original's tokenizer, may lie outside the vocabulary
-            outside = {name: None for name, own in original.items() if isinstance(own, int) and own >= limit}
+            # The class's default ids belong to the original tokenizer and may lie outside the vocabulary.
+            default_ids = {field.name: field.default for field in fields(kind) if field.name in TOKEN_IDS}
+            outside = {
+                name: None for name, number in default_ids.items() if isinstance(number, int) and number >= limit
+            }
             options = outside | sizes | ids | given
             config = kind(**options)
             if POSITIONS in sizes and POSITIONS not in given:
                 config = kind(**options | {POSITIONS: sizes[POSITIONS] + _unused_positions(config, task)})
         else:
             changes = {kind.attribute_map.get(name, name): value for name, value in (ids | given).items()}
-            own = ("model_type", "architectures", "auto_map", "_name_or_path")  # identify the checkpoint and its code
-            kept = {name: value for name, value in base.to_dict().items() if name not in own}
-            config = kind.from_dict(kept | changes)
+            identity = ("model_type", "architectures", "auto_map", "_name_or_path")  # of the checkpoint and its code
+            options = {name: value for name, value in base.to_dict().items() if name not in identity}
+            config = kind.from_dict(options | changes)
             if task == "causal-lm" and stores_apart(str(model.checkpoint), meta_model(config, task)):
                 if changes.get(TIED):
                     raise FulldepthError(
-                        f"{model.checkpoint} has an output layer of its own, which model.{TIED}=true would drop."
+                        f"{model.checkpoint} has a separate output layer, which model.{TIED}=true would drop. Leave "
+                        f"model.{TIED} out."
                     )
                 state_untied(config)
     except FulldepthError:
         raise
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise FulldepthError(f"These settings make no {kind.model_type}: {_reason(error)}") from error
+        raise FulldepthError(f"The settings do not describe a {kind.model_type}: {_reason(error)}") from error
     make_plain(config)
     withdraw_promises(config, ())  # no class of transformers trains such layers
     _check_sizes(config, task, vocab_size, positions)
-    if not config.architectures:  # a DeiT is built with one head or two
+    if not config.architectures:  # some types have several classes for a task, such as DeiT with one head or two
         kinds = HEADS[task].mapping[type(config)]
         config.architectures = [(kinds[0] if isinstance(kinds, list | tuple) else kinds).__name__]
     return config
 
 
 def tying_notes(config: PreTrainedConfig, settings: TrainSettings) -> list[str]:
-    """A sentence if the checkpoint's own configuration ties weights that `config` does not, else nothing."""
+    """Return a warning if the checkpoint's configuration ties weights that `config` does not, else nothing."""
     start = settings.model.checkpoint
     if start is None or TIED in (settings.model.model_extra or {}) or getattr(config, TIED, False):
         return []
@@ -204,9 +207,9 @@ def tying_notes(config: PreTrainedConfig, settings: TrainSettings) -> list[str]:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int | None]:
-    """Ids of the bos, eos and padding token by their names in a configuration.
+    """Return the ids of the bos, eos and padding token by their names in a configuration.
 
-    Padding is None where it equals one of the other two: the embedding of a padding token is never trained.
+    Padding is None if it equals one of the other two, because the embedding of a padding token is never trained.
     """
     ids = {name: getattr(tokenizer, name, None) for name in TOKEN_IDS}
     if ids["pad_token_id"] in (ids["bos_token_id"], ids["eos_token_id"]):
@@ -215,17 +218,17 @@ def special_tokens(tokenizer: Any) -> dict[str, int | None]:
 
 
 def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:
-    """The model on the CPU, in the run's precision and in training mode; a detector with transformers' own loss.
+    """Build the model on the CPU, in the run's precision and in training mode; a detector has transformers' loss.
 
-    Where `built_once`, it has no values in all processes but the first, which hands out the shards.
+    If `built_once`, only the first process has its values, and hands out the shards.
 
     Weights are drawn from the seed by the rules of `initializer`, or loaded from the settings' checkpoint. Only weights
     that the model's switches add (`added_parameters`) may be missing there; they are drawn from the seed. The global
     random state is restored.
 
     Args:
-        config: from `build_config`.
-        settings: seed, precision, attention, initializer and checkpoint are used.
+        config: configuration from `build_config`.
+        settings: the run's settings; seed, precision, attention, initializer and checkpoint are used.
 
     Raises:
         FulldepthError: if the attention is not available, the initializer does not apply to the model, or the
@@ -252,17 +255,17 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
     if settings.task == "detection":
         use_detection_loss(model)
         anatomy = find_anatomy(model)
-        if anatomy.family.backbone is not None:  # transformers freezes all of its own ResNet, by names that timm has
+        if anatomy.family.backbone is not None:  # transformers freezes all of its ResNet, which lacks timm's names
             anatomy.body.get_submodule(anatomy.family.backbone).requires_grad_(True)
     model.train()
     return model
 
 
 def freeze_features(model: PreTrainedModel) -> None:
-    """Freeze a classifier and give every layer a new linear head, whose weights alone are trained. In place.
+    """Freeze a classifier, in place, and give every layer a new linear head; only the heads are trained.
 
-    The head of layer l reads of `h_l` what the model's head reads of `h_L`: the final norm, the pooling and the modules
-    before the head's last linear layer are frozen with the rest. No head has a bias, and all start at zero.
+    The head of layer l reads `h_l` as the model's head reads `h_L`: the final norm, the pooling and the modules before
+    the head's last linear layer are frozen with the rest. No head has a bias, and all start at zero.
 
     Raises:
         FulldepthError: as `add_exit_heads`.
@@ -281,10 +284,11 @@ def freeze_features(model: PreTrainedModel) -> None:
 
 
 def built_once(model: PreTrainedModel, settings: TrainSettings) -> bool:
-    """Whether only the first process needs the values of a model's weights before they are sharded.
+    """Return True if only the first process needs the values of a model's weights before they are sharded.
 
-    All do where the model runs before that (to separate documents, or to prove an anatomy that is not in the table),
-    for exit heads, which start as copies, for adapters, and for saved buffers, which accelerate does not hand out.
+    All processes need them if the model runs before it is sharded (to separate documents, or to check an anatomy that
+    is not in the table), for exit heads, which start as copies, for adapters, and for saved buffers, which accelerate
+    does not hand out.
     """
     try:
         anatomy = anatomy_candidates(model)[0]
@@ -297,22 +301,23 @@ def built_once(model: PreTrainedModel, settings: TrainSettings) -> bool:
 
 
 def _without_values(model: PreTrainedModel) -> PreTrainedModel:
-    """A model with weights on the meta device, with weights on the CPU that take address space and no memory:
+    """Replace weights on the meta device by weights on the CPU that take address space and no memory, in place.
+
     accelerate tells weights apart by their addresses.
     """
-    held: dict[Any, nn.Parameter] = {}  # tied weights stay one
+    replaced: dict[Any, nn.Parameter] = {}  # a tied weight is replaced by one weight
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None:
                 empty = nn.Parameter(torch.empty_like(weight, device="cpu"), requires_grad=weight.requires_grad)
-                module._parameters[name] = held.setdefault(weight, empty)
+                module._parameters[name] = replaced.setdefault(weight, empty)
     return model
 
 
 def _from_config(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:
-    """The model with the initial weights of its class."""
+    """Build the model with the initial weights of its class."""
     head = HEADS[settings.task]
-    attention = None if settings.attention == "sdpa" else settings.attention  # None: sdpa, or eager for want of it
+    attention = None if settings.attention == "sdpa" else settings.attention  # None: sdpa, or eager if it lacks sdpa
     try:
         return head.auto.from_config(
             config,
@@ -325,10 +330,10 @@ def _from_config(config: PreTrainedConfig, settings: TrainSettings) -> PreTraine
 
 
 def meta_model(config: PreTrainedConfig, task: str = "causal-lm") -> PreTrainedModel:
-    """The model without storage, on the meta device: names and shapes only.
+    """Build the model without storage, on the meta device: names and shapes only.
 
     Args:
-        config: of the model, from `build_config`.
+        config: the model's configuration, from `build_config`.
         task: a key of `HEADS`.
     """
     with torch.device("meta"):
@@ -336,10 +341,10 @@ def meta_model(config: PreTrainedConfig, task: str = "causal-lm") -> PreTrainedM
 
 
 def tokens_of_an_image(model: PreTrainedModel) -> int:
-    """T of an image classifier on the meta device: patches and special tokens.
+    """Return T of an image classifier on the meta device: the number of patches and special tokens.
 
     Raises:
-        FulldepthError: if its states are no sequences of tokens.
+        FulldepthError: if its states are not sequences of tokens.
     """
     config = model.config
     size = getattr(config, "image_size", None) or 0
@@ -347,12 +352,15 @@ def tokens_of_an_image(model: PreTrainedModel) -> int:
     pixels = torch.zeros(1, getattr(config, "num_channels", 3), *edges, device="meta")
     states = model(pixel_values=pixels, output_hidden_states=True).hidden_states[-1] if size else pixels
     if states.ndim != 3:
-        raise FulldepthError(f"A {config.model_type} does not read an image as a sequence of tokens.")
+        raise FulldepthError(
+            f"A {config.model_type} does not read an image as a sequence of tokens: its states have the shape "
+            f"{tuple(states.shape)}, expected [B, T, D]."
+        )
     return int(states.shape[1])
 
 
 def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> type[PreTrainedConfig]:
-    """The configuration class."""
+    """Return the configuration class for the settings; refuse one that does not fit the task or the checkpoint."""
     head = HEADS[task]
     if base is not None and model.type in (base.model_type, ModelSettings.model_fields["type"].default):
         kind = type(base)
@@ -368,28 +376,29 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> typ
         )
     stock = getattr(kind, "stock_model_type", None)
     if base is not None and not isinstance(base, kind) and base.model_type != stock:
-        takes = f", which a {stock} can become, too" if stock else ""
+        also = f" or {stock}" if stock else ""
         raise FulldepthError(
-            f"{model.checkpoint} is a {base.model_type}, and the settings want a {kind.model_type}{takes}. Leave out "
-            "model.type to keep the checkpoint's."
+            f"{model.checkpoint} is a {base.model_type}, but model.type: {kind.model_type} needs a checkpoint of type "
+            f"{kind.model_type}{also}. Leave out model.type to keep the checkpoint's."
         )
     return kind
 
 
 def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, positions: int | None) -> None:
+    """Refuse a language model that reads later tokens, and one with too few embeddings or positions."""
     if task == "causal-lm" and reads_later_tokens(config, HEADS[task].mapping[type(config)]):
         raise FulldepthError(
-            f"A {config.model_type} reads the tokens that it is to predict unless model.is_decoder is true."
+            f"A {config.model_type} reads the tokens that it should predict. Set model.is_decoder=true."
         )
-    text = config.get_text_config()  # of models that also read images
+    text = config.get_text_config()  # differs from `config` for models that also read images
     embeddings = getattr(text, "vocab_size", None)
     if vocab_size is not None and embeddings is not None and embeddings < vocab_size:
         raise FulldepthError(
-            f"The tokenizer has {vocab_size:,} tokens and the model embeddings for {embeddings:,} "
-            "(model.vocab_size). They must fit together."
+            f"The tokenizer has {vocab_size:,} tokens, but the model has {embeddings:,} embeddings (model.vocab_size); "
+            "it needs one for each token."
         )
     room = getattr(text, POSITIONS, None)
-    # XLNet's -1 is no limit
+    # XLNet's -1 means no limit
     if positions and room and 0 < room < positions + (unused := _unused_positions(config, task)):
         also = f", of which no token uses the first {unused:,}" if unused else ""
         raise FulldepthError(
@@ -398,15 +407,17 @@ def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, po
 
 
 def _unused_positions(config: PreTrainedConfig, task: str) -> int:
+    """Return `unused_positions` of the model that a configuration describes; 0 if it cannot be built."""
     try:
         return unused_positions(meta_model(config, task))
-    except (ValueError, ImportError):  # `build_model` says why
+    except (ValueError, ImportError):  # `build_model` raises the error with its reason
         return 0
 
 
 def _take_weights(model: PreTrainedModel, checkpoint: str, settings: TrainSettings) -> None:
-    """Copy a checkpoint's weights into a model, which may have further weights of switches, or another head; for a
-    language model its generation settings, too.
+    """Copy a checkpoint's weights into a model, and for a language model its generation settings.
+
+    The model may have further weights of switches, or another head.
     """
     dtype = WEIGHTS[settings.precision]
     if settings.task != "causal-lm":
@@ -414,14 +425,15 @@ def _take_weights(model: PreTrainedModel, checkpoint: str, settings: TrainSettin
     else:
         loaded = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model
         source = loaded.state_dict()
-        with suppress(ValueError, AttributeError):  # settings that transformers would not save stay behind
+        with suppress(ValueError, AttributeError):  # settings that transformers would refuse to save are not copied
             loaded.generation_config.validate(strict=True)
             model.generation_config = loaded.generation_config
     try:
         report = model.load_state_dict(source, strict=False)
     except RuntimeError as error:
         raise FulldepthError(
-            f"{checkpoint} does not fit: {_reason(error)} Keys under `model` must not change the checkpoint's sizes."
+            f"The weights of {checkpoint} do not fit the model: {_reason(error)} Keys under `model` must not change "
+            "the checkpoint's sizes."
         ) from error
     name = type(model).__name__
     if lacking := sorted(set(report.missing_keys) - getattr(model, "added_parameters", set)()):
@@ -430,14 +442,15 @@ def _take_weights(model: PreTrainedModel, checkpoint: str, settings: TrainSettin
         )
     if unused := sorted(report.unexpected_keys):
         raise FulldepthError(
-            f"{checkpoint} holds {len(unused)} weights that {name} has no use for with these settings (first: "
+            f"{checkpoint} holds {len(unused)} weights that {name} does not use with these settings (first: "
             f"{unused[0]}); training would start from another model."
         )
 
 
 def _keep_removed(model: PreTrainedModel, checkpoint: str) -> None:
-    """Freeze the output weights of removed branches, which `skip apply --format folded` sets to zero: trained, they
-    would bring the branches back.
+    """Freeze the output weights of removed branches, which `skip apply --format folded` sets to zero.
+
+    Training them would bring the branches back.
     """
     notes = Path(checkpoint) / "fulldepth_skip.json"
     document = read_json(notes) if notes.is_file() else None
@@ -446,30 +459,30 @@ def _keep_removed(model: PreTrainedModel, checkpoint: str) -> None:
     anatomy = find_anatomy(model)
     branches = product(range(1, anatomy.num_layers + 1), ROLES)
     for weights in find_output_weights(anatomy, branches, sample_inputs(anatomy)["input_ids"]).values():
-        own = [weights.branch.get_parameter(name) for name in weights.names]
-        if all((weight == -weights.offset).all() for weight in own):
-            for weight in own:
-                weight.requires_grad_(False)
+        parameters = [weights.branch.get_parameter(name) for name in weights.names]
+        if all((parameter == -weights.offset).all() for parameter in parameters):
+            for parameter in parameters:
+                parameter.requires_grad_(False)
 
 
 def with_new_head(
     model: PreTrainedModel, checkpoint: str, dtype: torch.dtype, *, frozen: bool = False
 ) -> dict[str, Any]:
-    """A checkpoint's weights for `model`: its body and, if it has one of the same classes, its head.
+    """Return a checkpoint's weights for `model`: its body and, if it has one for the same classes, its head.
 
-    A head that is missing, has another shape, or names other classes (or the same in another order) is that of `model`;
-    so is the pooler of an encoder that was saved without one, as in stock fine-tuning.
+    A head that is missing, has another shape, or names other classes (or the same in another order) is replaced by that
+    of `model`; so is the pooler of an encoder that was saved without one, as in stock fine-tuning.
 
     Args:
-        model: the model to train, with the head as it was drawn.
+        model: the model to train, with a new head.
         checkpoint: folder, package or Hub name.
-        dtype: of the weights.
+        dtype: type of the weights.
         frozen: whether only the last linear layer of the head will be trained; all else must be in the checkpoint.
 
     Raises:
-        FulldepthError: if the checkpoint lacks weights of the body, or that will be frozen.
+        FulldepthError: if the checkpoint lacks weights of the body, or weights that will be frozen.
     """
-    own = model.state_dict()
+    initial = model.state_dict()
     body = f"{model.base_model_prefix}."
     output = {*output_layer(find_anatomy(model))[2].parameters()} if frozen else set()
     trained = {name for name, weight in model.named_parameters() if weight in output}
@@ -485,20 +498,21 @@ def with_new_head(
     )
     fresh = set(loaded.fresh)
     if not frozen and not _same_classes(load_config(checkpoint), model.config):
-        fresh |= {name for name in own if not name.startswith(body)}
-    return {name: own[name] if name in fresh else weight for name, weight in loaded.model.state_dict().items()}
+        fresh |= {name for name in initial if not name.startswith(body)}
+    return {name: initial[name] if name in fresh else weight for name, weight in loaded.model.state_dict().items()}
 
 
 def start_exit_heads(model: PreTrainedModel, checkpoint: str) -> list[str]:
-    """Fill the exit heads of a model with those stored beside the checkpoint that it starts from; those of a language
-    model without stored ones with copies of its own head, which comes from the checkpoint.
+    """Fill the exit heads of a model with those stored beside the checkpoint that it starts from.
+
+    In a language model whose checkpoint stores none, they start as copies of its own head.
 
     Args:
-        model: to train, with exit heads if its method trains any.
+        model: the model to train, with exit heads if its method trains any.
         checkpoint: folder or Hub name.
 
     Returns:
-        A sentence on what became of the stored heads; empty without any.
+        A sentence on the source of the exit heads; empty without any.
 
     Raises:
         FulldepthError: if the file is damaged, or holds heads of other layers.
@@ -511,33 +525,33 @@ def start_exit_heads(model: PreTrainedModel, checkpoint: str) -> list[str]:
         return []
     stored = load_config(checkpoint)
     if stored.num_labels != model.config.num_labels or not _same_classes(stored, model.config):
-        return [f"The exit heads of {checkpoint} are for other classes; those of layers 1 to L-1 start anew."]
+        return [f"The exit heads of {checkpoint} are for other classes, so new ones are trained for layers 1 to L-1."]
     restore_exit_heads(model, path)
     return [f"The heads of layers 1 to L-1 are those of {checkpoint}."]
 
 
 def _same_classes(stored: Any, wanted: Any) -> bool:
-    """Whether two configurations name the same classes in the same order, as far as both name any."""
+    """Return True if two configurations name the same classes in the same order, as far as both name any."""
     names = [
         [str(name).casefold() for _, name in sorted((config.id2label or {}).items())] for config in (stored, wanted)
     ]
-    return names[0] == names[1] or any(all(name.startswith("label_") for name in each) for each in names)
+    return names[0] == names[1] or any(all(name.startswith("label_") for name in classes) for classes in names)
 
 
 def _reason(error: Exception) -> str:
-    """The last line of an error message, where strict configurations state the cause."""
+    """Return the last line of an error message, where strict configurations state the cause."""
     return (str(error).strip().splitlines() or [repr(error)])[-1][:300].strip()
 
 
 def reads_later_tokens(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> bool:
-    """Whether the model would read the tokens that it is to predict.
+    """Return True if the model would read the tokens that it should predict.
 
     Encoders with a causal head (BERT's relatives) mask later tokens only if `is_decoder` is true. Other classes never
     read the option (GPT-NeoX), or set it themselves (decoders of BART's relatives).
 
     Args:
-        config: of the model.
-        model_class: its class.
+        config: the model's configuration.
+        model_class: the model's class.
     """
     code = inspect.getsource(sys.modules[model_class.__module__])
     if getattr(config, "is_decoder", True) is not False or not re.search(r"config\.is_decoder\b(?! = )", code):

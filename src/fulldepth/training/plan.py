@@ -25,7 +25,7 @@ class RunPlan:
     """Size and cost of a run."""
 
     settings: TrainSettings
-    """Settings with the terms of the method filled in; for images `sequence_length` is the tokens of one."""
+    """Settings with the terms of the method filled in; for images `sequence_length` is the tokens of one image."""
     model: str
     """Class of the model."""
     parameters: int
@@ -37,7 +37,7 @@ class RunPlan:
     micro_batch: int
     accumulation: int
     memory: int
-    """Bytes of weights, gradients and AdamW's two moments in one process, its share of them with FSDP2."""
+    """Bytes of weights, gradients and AdamW's two moments in one process; with FSDP2, the process's share of them."""
     flops: TokenFlops | None
     """FLOPs of the forward pass per token; None for a detector, where they depend on the size of each image."""
 
@@ -48,13 +48,12 @@ class RunPlan:
 
     @property
     def step_flops(self) -> float:
-        """Training FLOPs per token without penalties, recomputation included; of frozen features the forward pass."""
+        """Training FLOPs per token, with recomputation, without penalties; only the forward pass of frozen features."""
         assert self.flops is not None
         if self.settings.freezes_features:
             return self.flops.forward
-        return self.flops.training + (
-            self.flops.forward - self.flops.head if self.settings.gradient_checkpointing else 0.0
-        )
+        recomputed = self.flops.forward - self.flops.head if self.settings.gradient_checkpointing else 0.0
+        return self.flops.training + recomputed
 
 
 def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 1) -> RunPlan:
@@ -104,44 +103,37 @@ def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 
 
 
 def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
-    """Output of `fulldepth train --dry-run`: `(name, value, sentence)` lines for these processes.
+    """Return the lines of `fulldepth train --dry-run` for these processes: `(name, value, sentence)`.
 
     Raises:
         FulldepthError: if the settings are inconsistent, or their tokenizer or checkpoint does not exist.
     """
     settings = resolved(settings)
-    of_text = settings.unit != "images"
+    reads_text = settings.unit != "images"
     vocab_size = None
-    if of_text and "vocab_size" not in (settings.model.model_extra or {}) and settings.model.checkpoint is None:
+    if reads_text and "vocab_size" not in (settings.model.model_extra or {}) and settings.model.checkpoint is None:
         name, _, size = named_tokenizer(settings)
         vocab_size = size or len(load_tokenizer(name))
     config = build_config(
         settings.model,
         task=settings.task,
         vocab_size=vocab_size,
-        positions=settings.sequence_length if of_text else None,
+        positions=settings.sequence_length if reads_text else None,
         classes=None if settings.task == "causal-lm" else class_names(settings),
     )
-    made = plan(settings, config, processes=launch.world())
-    settings = made.settings
-    flops = made.flops
+    run = plan(settings, config, processes=launch.world())
+    settings = run.settings
+    flops = run.flops
     unit = "sequences" if settings.unit == "tokens" else settings.unit
-    outside = f"{made.parameters_without_embeddings:,} without embeddings and output head."
+    without_tables = f"{run.parameters_without_embeddings:,} without embeddings and output head."
+    batch = f"{run.processes} x {run.micro_batch} x {run.accumulation}"
+    factors = f"Processes, {unit} in a forward pass, forward passes in a step."
     rows = [
-        ("model", made.model, f"{made.trainable:,} parameters are trained."),
-        ("parameters", f"{made.parameters:,}", outside),
+        ("model", run.model, f"{run.trainable:,} parameters are trained."),
+        ("parameters", f"{run.parameters:,}", without_tables),
         ("steps", f"{settings.steps:,}", f"{settings.global_batch_size:,} {unit} each."),
-        (
-            "batch",
-            f"{made.processes} x {made.micro_batch} x {made.accumulation}",
-            " ".join(
-                [
-                    f"Processes, {unit} in a forward pass, forward passes in a step.",
-                    *smaller_batch(settings, made.processes),
-                ]
-            ),
-        ),
-        ("memory", f"{made.memory / 2**30:,.2f} GiB", "Weights, gradients and optimiser of one process."),
+        ("batch", batch, " ".join([factors, *smaller_batch(settings, run.processes)])),
+        ("memory", f"{run.memory / 2**30:,.2f} GiB", "Weights, gradients and optimiser of one process."),
     ]
     if flops is None:
         return rows
@@ -150,8 +142,8 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
     passes = "One forward pass, of which the heads alone are trained" if settings.freezes_features else passes
     return [
         *rows,
-        ("tokens", f"{made.tokens:,}", f"{made.tokens / made.parameters:,.3g} for each parameter."),
+        ("tokens", f"{run.tokens:,}", f"{run.tokens / run.parameters:,.3g} for each parameter."),
         ("forward", f"{flops.forward:.3g} FLOP/token", f"Matrix products, attention over {attention}."),
-        ("training", f"{made.step_flops:.3g} FLOP/token", f"{passes}; without penalties."),
-        ("total", f"{made.step_flops * made.tokens:.3g} FLOP", "The whole run, without penalties and evaluations."),
+        ("training", f"{run.step_flops:.3g} FLOP/token", f"{passes}; without penalties."),
+        ("total", f"{run.step_flops * run.tokens:.3g} FLOP", "The whole run, without penalties and evaluations."),
     ]

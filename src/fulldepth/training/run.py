@@ -1,4 +1,4 @@
-"""`fulldepth train`: trains by settings into a run folder; resumable, with the same batches on one process or many."""
+"""`fulldepth train`: trains a model into a run folder; resumable, with the same batches on any number of processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.layers import recorded
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.callback import RunCallback, stopping
-from fulldepth.training.evaluation import evaluate
+from fulldepth.training.evaluation import evaluate_held_out
 from fulldepth.training.folder import (
     KIND,
     check_disk,
@@ -85,7 +85,7 @@ def train(
         arguments = training_arguments(settings, folder)  # joins the other processes
         with holding(folder, settings, resume) as (checkpoint, notes, renamed):
             for path in renamed:
-                watcher.say(f"A checkpoint that is not whole is now called {path.name}.")
+                watcher.say(f"An incomplete checkpoint was renamed to {path.name}.")
             data = DATA["sft" if settings.stage == "sft" else settings.task](settings, folder, arguments, watcher)
             model = build_model(data.config, settings)
             warnings = [*data.warnings, *tying_notes(data.config, settings), *smaller_batch(settings, launch.world())]
@@ -121,7 +121,7 @@ def train(
                 trainer,
                 folder,
                 meta,
-                partial(evaluate, data=data.validation, collate=collate, batch_size=batch_size),
+                partial(evaluate_held_out, data=data.validation, collate=collate, batch_size=batch_size),
                 watcher,
                 notes.model_copy(update={"origin": origin}),
                 checkpoint,
@@ -148,7 +148,8 @@ def train(
 
 
 def _last_good(folder: Path) -> str:
+    """Return a sentence on the checkpoint from which the run can go on."""
     checkpoint = last_checkpoint(folder)
     if checkpoint is None:
-        return "There is no whole checkpoint yet; the run would start again at step 0."
-    return f"The last whole checkpoint is {checkpoint}; the same command (of train with --resume) goes on from it."
+        return "There is no complete checkpoint yet; the run would start again at step 0."
+    return f"The last complete checkpoint is {checkpoint}; the same command (train: with --resume) goes on from it."

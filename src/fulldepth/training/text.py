@@ -1,5 +1,6 @@
-"""Text to train a language model on: packed documents, or conversations through TRL with a loss on the responses; the
-tokenizer of a run, and the test that attention does not cross documents in its model.
+"""Training data of language models: packed documents, or conversations through TRL with a loss on the responses.
+
+The module also makes the tokenizer of a run, and tests that attention does not cross documents in its model.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from fulldepth.training.trainer import RunData, RunMixin, make_objective, trl_mo
 
 MOST_TOKENS = 1 << 20
 """Largest vocabulary of `builtin:N`."""
-OWN = ("wordpiece", "bpe")
-"""Kinds of tokenizers that are trained on the run's own texts."""
-LEARNED = ("builtin", *OWN)
-"""Kinds of tokenizers that are trained for a run, with at most so many tokens as they name."""
+ON_RUN_TEXTS = ("wordpiece", "bpe")
+"""Kinds of tokenizers that are trained on the run's texts."""
+LEARNED = ("builtin", *ON_RUN_TEXTS)
+"""Kinds of tokenizers that are trained for a run, with at most the number of tokens in their name."""
 SMALL_CORPUS = 1 << 25
 """Tokens up to which a corpus is always tokenised completely."""
 FLASH = "flash_attention_2"
@@ -47,9 +48,10 @@ PROBE = "fulldepth_varlen"
 LENGTH = 6
 """Tokens of each of the two documents."""
 LEAK = 1e-5
+"""Largest difference, relative to the largest logit, between a document's logits after two other documents."""
 SAME = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest differences relative to the largest logit: between logits beside two other documents, and to those of the
-document alone, by precision (half precision: 0.05), where kernels for another shape may round differently."""
+"""Precision -> largest difference, relative to the largest logit, between a document's logits in a row and alone, where
+kernels for another shape may round differently; 0.05 in half precision."""
 TEMPLATE = (
     "{% for message in messages %}"
     "{{ message['role'].capitalize() + ':\n' + message['content'] }}"
@@ -57,13 +59,13 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
 )
-"""For tokenizers without a chat template. The prompt ends in a line end, which tokenizers do not merge with a word."""
+"""Template for tokenizers without one. The prompt ends in a line end, which tokenizers do not merge with a word."""
 READ = ["input_ids", "labels"]
 """Columns of tokenised conversations that determine batches and loss."""
 
 
 def named_tokenizer(settings: TrainSettings) -> tuple[str, str, int]:
-    """The tokenizer of a run: its name, its kind, and how many tokens it is trained with; 0 if it is loaded.
+    """Return the name and kind of a run's tokenizer, and the number of tokens it is trained with; 0 if it is loaded.
 
     Raises:
         FulldepthError: if the settings name none, or a number of tokens out of range.
@@ -75,51 +77,54 @@ def named_tokenizer(settings: TrainSettings) -> tuple[str, str, int]:
     if kind not in LEARNED:
         return name, kind, 0
     if not size.isdigit() or not 300 <= int(size) <= MOST_TOKENS:
-        raise FulldepthError(f"tokenizer is {name!r}; expected {kind}:N with N tokens, 300 to {MOST_TOKENS:,}.")
+        raise FulldepthError(f"tokenizer is {name!r}; expected {kind}:N with N from 300 to {MOST_TOKENS:,} tokens.")
     return name, kind, int(size)
 
 
 def run_tokenizer(
     settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher, texts: Iterable[str] | None = None
 ) -> Any:
-    """The tokenizer of a run; `builtin:N`, `wordpiece:N` and `bpe:N` are trained once, by the first process, saved in
-    the run folder and loaded from there.
+    """Load the tokenizer of a run. The first process trains `builtin:N`, `wordpiece:N` and `bpe:N` and saves them in
+    the run folder.
 
     Args:
-        settings: of the run.
+        settings: the run's settings.
         folder: the run folder.
-        arguments: of the trainer.
+        arguments: the Trainer's arguments.
         watcher: receives messages.
-        texts: the run's own training texts, for `wordpiece:N` and `bpe:N`; None = the task has none.
+        texts: the run's training texts, for `wordpiece:N` and `bpe:N`; None = the task has no labelled texts.
 
     Raises:
         FulldepthError: as `named_tokenizer`; or if it cannot be loaded.
     """
     name, kind, size = named_tokenizer(settings)
-    if kind in OWN and texts is None:
-        raise FulldepthError(f"tokenizer={name} is trained on labelled texts (task: text-classification).")
-    home = folder / TOKENIZER
+    if kind in ON_RUN_TEXTS and texts is None:
+        raise FulldepthError(
+            f"tokenizer={name} is trained on labelled texts, so it is for task: text-classification only. Use "
+            "tokenizer=builtin:N, a folder or a Hub name."
+        )
+    saved = folder / TOKENIZER
     with arguments.main_process_first(desc="tokenizer"):
         if not size:
             tokenizer = load_tokenizer(name)
             tokenizer.init_kwargs.pop("auto_map", None)  # refers to remote code, which checkpoints must not name
             return tokenizer
-        if not home.is_dir():
+        if not saved.is_dir():
             watcher.say(f"Training a tokenizer of {size} tokens")
-            with atomic_folder(home) as part:
+            with atomic_folder(saved) as part:
                 train = train_wordpiece if kind == "wordpiece" else train_tokenizer
                 corpus = builtin_texts("train") if kind == "builtin" or texts is None else texts
                 train(corpus, size).save_pretrained(part)
-        return load_tokenizer(home)
+        return load_tokenizer(saved)
 
 
 def language_model(
     settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher
 ) -> tuple[PreTrainedConfig, Any]:
-    """The configuration of a language model, and its tokenizer; arguments as for `packed_data`.
+    """Return the configuration of a language model and its tokenizer. The arguments are those of `packed_data`.
 
     Raises:
-        FulldepthError: if a teacher has other tokens, and as `run_tokenizer` and `build_config`.
+        FulldepthError: if a teacher has other tokens; as `run_tokenizer` and `build_config`.
     """
     tokenizer = run_tokenizer(settings, folder, arguments, watcher)
     distillation: Any = make_objective(settings).terms.get("distillation")
@@ -139,12 +144,12 @@ def language_model(
 
 
 def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> RunData:
-    """Packed text; all processes share in tokenising what is missing.
+    """Open packed text; the processes share the tokenising of what is not stored.
 
     Args:
-        settings: of the run.
+        settings: the run's settings.
         folder: the run folder.
-        arguments: of the trainer.
+        arguments: the Trainer's arguments.
         watcher: receives messages.
     """
     config, tokenizer = language_model(settings, folder, arguments, watcher)
@@ -191,9 +196,9 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
 def require_separate_documents(model: PreTrainedModel) -> None:
     """Refuse a model in which position ids do not keep documents apart.
 
-    Two documents in one row: the logits of the second must not depend on the first one's tokens, and must be those of
-    the second document alone. Flash attention runs on accelerators only; `varlen_attention` replaces it in the test: it
-    receives the same arguments and cuts a row at the same places.
+    The model reads two documents in one row: the logits of the second must not depend on the tokens of the first, and
+    must be those of the second document alone. Flash attention runs on accelerators only; in the test
+    `varlen_attention` replaces it, which receives the same arguments and cuts a row at the same places.
 
     Raises:
         FulldepthError: if the model does not keep documents apart.
@@ -211,21 +216,24 @@ def require_separate_documents(model: PreTrainedModel) -> None:
         model.config._attn_implementation = PROBE
     try:
         with evaluating(model):
-            beside, changed = (_logits(model, torch.cat([before, second]))[LENGTH:] for before in (first, other))
+            after_first = _logits(model, torch.cat([first, second]))[LENGTH:]
+            after_other = _logits(model, torch.cat([other, second]))[LENGTH:]
             alone = _logits(model, second)
-    except Exception as error:  # from the model's code, which may need a mask or another attention
+    except Exception as error:  # the model's code may need a mask or another attention
         raise FulldepthError(f"{name} cannot read two documents in a row: {one_line(error, 200)}. {advice}") from error
     finally:
         model.config._attn_implementation = attention
     scale = alone.abs().max()
-    if (beside - changed).abs().max() > LEAK * scale:
-        raise FulldepthError(f"In {name} a document sees the one before it in spite of position_ids. {advice}")
-    if (beside - alone).abs().max() > SAME.get(model.dtype, 0.05) * scale:
-        raise FulldepthError(f"In {name} a document depends on where it lies in a row, position_ids or not. {advice}")
+    if (after_first - after_other).abs().max() > LEAK * scale:
+        raise FulldepthError(f"In {name} a document reads the one before it in spite of position_ids. {advice}")
+    if (after_first - alone).abs().max() > SAME.get(model.dtype, 0.05) * scale:
+        raise FulldepthError(
+            f"In {name} a document's logits depend on its place in a row in spite of position_ids. {advice}"
+        )
 
 
 def _logits(model: Any, ids: Tensor) -> Tensor:
-    """[N, V] logits of a row of documents of `LENGTH` tokens."""
+    """Return the logits `[N, V]` of a row of documents of `LENGTH` tokens."""
     positions = torch.arange(len(ids), device=ids.device) % LENGTH
     return model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
 
@@ -243,7 +251,7 @@ def varlen_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention with the interface of flash attention: a batch of one row is cut where positions restart.
 
-    Query, key and value are `[1, H, T, D]` and the result `[1, T, H, D]`; the mask is None, as without padding.
+    Query, key and value are `[1, H, T, D]` and the result `[1, T, H, D]`; the mask is None, because nothing is padded.
     Windows and soft caps in `options` have no effect on two documents of a few tokens.
     """
     length = query.shape[2]
@@ -256,11 +264,11 @@ def varlen_attention(
 
 
 def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> RunData:
-    """Conversations as token ids with labels on the responses, a seeded share of them held out (`held_out_rows`), for
-    TRL's trainer; arguments as for `packed_data`.
+    """Open conversations for TRL's trainer: token ids with labels on the responses, and a seeded share held out.
 
-    Prompt and response are tokenised apart (`encode_pair`), so that every label is a token that the model can produce
-    after that prompt. A tokenizer without a chat template gets `TEMPLATE`. What is cut or left out is in the warnings.
+    The arguments are those of `packed_data`. Prompt and response are tokenised apart (`encode_pair`), so that every
+    label is a token that the model can produce after that prompt. A tokenizer without a chat template gets `TEMPLATE`.
+    Warnings count the conversations that are cut or left out.
 
     Raises:
         FulldepthError: if the data hold fewer than two different conversations, no response begins within a sequence,
@@ -285,25 +293,29 @@ def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, wat
         remove_columns=rows.column_names,
     )
     row, size, answered = (np.array(encoded[name]) for name in ("row", "size", "answered"))
-    left = np.unique(row[answered])
+    usable = np.unique(row[answered])
     if cut := len(np.unique(row[size > length])):
         warnings.append(
             f"{cut} of {len(rows)} conversations are longer than {length} tokens and are cut there (the longest has "
-            f"{size.max()}); {len(rows) - len(left)} of them are left out, because no response begins before the cut."
+            f"{size.max()}); {len(rows) - len(usable)} of them are left out, because no response begins before the cut."
         )
-    if len(left) < 2:
+    if len(usable) < 2:
         raise FulldepthError(
-            f"{data.name} holds {len(rows)} conversations, {len(left)} of them with a response that begins within "
-            f"sequence_length={length} tokens; training and validation need two."
+            f"{data.name} holds {len(rows)} conversations, {len(usable)} of them with a response that begins within "
+            f"sequence_length={length} tokens; training and validation need at least two."
         )
-    most = min(max(1, round(len(left) * data.validation_share)), settings.most_validation)
-    held_out = held_out_rows(rows.select(left), most, settings.seed)
+    count = min(max(1, round(len(usable) * data.validation_share)), settings.most_validation)
+    held_out = held_out_rows(rows.select(usable), count, settings.seed)
     if held_out is None:
-        raise FulldepthError(f"The {len(left)} conversations of {data.name} are one; training and validation need two.")
-    validates = np.isin(row, left[held_out])
+        raise FulldepthError(
+            f"The {len(usable)} conversations of {data.name} are all the same; training and validation need at least "
+            "two different ones."
+        )
+    validates = np.isin(row, usable[held_out])
     columns = encoded.select_columns(READ)
-    train, validation = (columns.select(np.flatnonzero(answered & chosen)) for chosen in (~validates, validates))
-    counts = {"documents": len(left), "clusters": len(left), "unit": "row"}
+    train = columns.select(np.flatnonzero(answered & ~validates))
+    validation = columns.select(np.flatnonzero(answered & validates))
+    counts = {"documents": len(usable), "clusters": len(usable), "unit": "row"}
     facts = {"hash": rows_hash(train, validation), "train_sequences": len(train), **counts}
     return RunData(config, tokenizer, train, validation, facts, warnings=warnings, trainer=ConversationTrainer)
 
@@ -311,8 +323,10 @@ def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, wat
 def _encoded(
     rows: dict[str, list[Any]], numbers: list[int], *, tokenizer: Any, length: int, name: str
 ) -> dict[str, list[Any]]:
-    """Examples of some conversations: ids and labels cut to `length`, the conversation's number, the size before the
-    cut, and whether a label is left.
+    """Return the examples of conversations as columns.
+
+    They are ids and labels cut to `length`, the conversation's number, the size before the cut, and whether a label
+    remains.
     """
     examples: dict[str, list[Any]] = {key: [] for key in ("input_ids", "labels", "row", "size", "answered")}
     for place, number in enumerate(numbers):
@@ -341,16 +355,18 @@ def chat_examples(
     cut_off: bool | None = None,
     end: str | None = None,
 ) -> list[tuple[list[int], list[int]]]:
-    """Token ids and labels of a chat: one example as long as each prompt begins with the ids of the previous prompt and
-    its response, a further one where the template writes earlier turns differently.
+    """Return token ids and labels of a chat, as one example or several.
+
+    A turn continues the example before it if its prompt begins with the ids of the previous prompt and response. It
+    starts a further example if the template writes earlier turns differently.
 
     Args:
-        tokenizer: with a chat template.
-        messages: of the chat.
+        tokenizer: a tokenizer with a chat template.
+        messages: the messages of the chat.
         where: name of the chat, for errors.
         first: index of the first message that may be a response with labels.
-        cut_off: as for `encode_pair`.
-        end: as for `encode_pair`.
+        cut_off: argument of `encode_pair`.
+        end: argument of `encode_pair`.
     """
     examples: list[tuple[list[int], list[int]]] = []
     for place in range(first, len(messages)):
@@ -367,16 +383,16 @@ def chat_examples(
 
 
 def held_out_rows(rows: Any, most: int, seed: int) -> np.ndarray | None:
-    """[rows] bool: the rows held out for validation, at most `most` of them if that is possible.
+    """Return [rows] bool: True for the rows that are held out for validation, at most `most` of them if possible.
 
     Rows are held out by content: conversations that begin with the same messages, up to the first answer, are in the
-    same part, so no row is in both, however often it is repeated, and neither are two responses of one chat. If all
-    begin alike, only whole conversations are compared. The choice depends on content and seed, not on the rows' order.
+    same part, so neither a repeated row nor two responses of one chat are in both. If all begin alike, whole
+    conversations are compared. The choice depends on content and seed, not on the rows' order.
 
     Args:
-        rows: from `conversations`.
+        rows: conversations from `conversations`.
         most: rows to hold out; the smallest group of equal beginnings is held out if it has more.
-        seed: of the choice.
+        seed: seed of the choice.
 
     Returns:
         None if all rows are the same conversation.
@@ -386,22 +402,22 @@ def held_out_rows(rows: Any, most: int, seed: int) -> np.ndarray | None:
         groups, group, sizes = np.unique(keys, return_inverse=True, return_counts=True)  # in the order of their hashes
         if len(groups) < 2:
             continue
-        chosen = np.zeros(len(groups), bool)
+        validates = np.zeros(len(groups), bool)
         room = most
         for number, size in enumerate(sizes.tolist()):
             if size <= room:
-                chosen[number] = True
+                validates[number] = True
                 room = room - size
-        if not chosen.any():
-            chosen[sizes.argmin()] = True
-        elif chosen.all():
-            chosen[sizes.argmax()] = False
-        return chosen[group]
+        if not validates.any():
+            validates[sizes.argmin()] = True
+        elif validates.all():
+            validates[sizes.argmax()] = False
+        return validates[group]
     return None
 
 
 def _key(row: dict[str, Any], seed: int, whole: bool) -> int:
-    """A hash of a conversation, or of its messages up to the first answer."""
+    """Return a hash of a conversation, or of its messages up to the first answer."""
     content = row["messages"] if "messages" in row else [row["prompt"], row["completion"]]
     if not whole and isinstance(content[0], list):
         content = content[0] + content[1]
@@ -413,7 +429,7 @@ def _key(row: dict[str, Any], seed: int, whole: bool) -> int:
 
 
 def rows_hash(*parts: Any) -> str:
-    """`sha256:...` over the examples of TRL's trainer: token ids and labels, row by row, of each part.
+    """Return `sha256:...` over the examples of TRL's trainer: token ids and labels, row by row, of each part.
 
     Args:
         parts: tokenised data sets of the trainer.

@@ -1,4 +1,4 @@
-"""What a run adds to a Trainer: objective, arguments, parameter groups, schedule, order of items, and sharding."""
+"""The Trainer of a run: its objective, arguments, parameter groups, schedule, order of items, and sharding."""
 
 from __future__ import annotations
 
@@ -35,23 +35,24 @@ from fulldepth.training.lora import load_adapters, save_adapters
 from fulldepth.training.model import built_once
 
 MOST_WORKERS = 4
-"""Default maximum for each training process; few suffice, as reading a window is a copy from the page cache."""
+"""Default maximum for each training process. Few suffice, because reading a window is a copy from the page cache."""
 SAME = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
-"""Settings that the Trainer's arguments have by the same name."""
+"""Settings that have the same name in the Trainer's arguments."""
 SMALL_RUN = 1 << 24
 """Tokens below which a run starts no workers by default: starting them takes longer than reading all tokens."""
 
 
 def resolved(settings: TrainSettings) -> TrainSettings:
-    """The settings with the method's terms filled in (terms under `objective` take precedence), a run folder in
-    `model.checkpoint` replaced by its last checkpoint, and `data.validation_sequences` of the task.
+    """Return the settings with values filled in that depend on others.
 
-    The losses of all layers alternate with the last layer's in training from scratch, and are taken at every step in
-    fine-tuning and in detection (aligned training, App. B.3, B.5 and C.2).
+    These are the method's terms (terms under `objective` take precedence), the last checkpoint of a run folder in
+    `model.checkpoint`, and the task's `data.validation_sequences`. The losses of all layers alternate with the last
+    layer's in training from scratch, and are used at every step in fine-tuning and in detection (aligned training,
+    App. B.3, B.5 and C.2).
 
     Raises:
-        FulldepthError: for an unknown method or term, for an option or value that a term refuses, and for terms beside
-            the loss of frozen features.
+        FulldepthError: for an unknown method or term, for an option or value that a term refuses, and for terms in
+            addition to the loss of frozen features.
     """
     if settings.method not in METHODS:
         raise unknown("method", settings.method, METHODS)
@@ -75,16 +76,16 @@ def resolved(settings: TrainSettings) -> TrainSettings:
         changes["clip"] = 0.0
         if {name: options for name, options in on.items() if name in TERMS} != preset:
             raise FulldepthError(
-                f"method: {settings.method} has one loss, the sum of the cross-entropies of the heads. Leave out "
+                f"method: {settings.method} trains with the sum of the heads' cross-entropies alone. Leave out "
                 f"{', '.join(f'objective.{name}' for name in given)}."
             )
-    made = settings.model_copy(update=changes)
-    make_objective(made)
-    return made
+    complete = settings.model_copy(update=changes)
+    make_objective(complete)
+    return complete
 
 
 def make_objective(settings: TrainSettings) -> Objective:
-    """The objective that the settings describe.
+    """Make the objective that the settings describe.
 
     Raises:
         FulldepthError: for an unknown option of a term.
@@ -93,7 +94,7 @@ def make_objective(settings: TrainSettings) -> Objective:
 
 
 def training_arguments(settings: TrainSettings, folder: Path) -> Any:
-    """The Trainer's arguments for a run; under torchrun this also joins the other processes.
+    """Make the Trainer's arguments for a run; under torchrun this also joins the other processes.
 
     Args:
         settings: the run's settings.
@@ -104,16 +105,18 @@ def training_arguments(settings: TrainSettings, folder: Path) -> Any:
             the device or tracker is absent.
     """
     if settings.fsdp and settings.task != "causal-lm":
-        raise FulldepthError(f"fsdp shards language models; in task: {settings.task} every process has a copy.")
+        raise FulldepthError(f"fsdp=true is for task: causal-lm; leave it out for task: {settings.task}.")
     if settings.warmup_length > settings.steps:
-        raise FulldepthError(f"warmup_steps is {settings.warmup_steps}, but the run has {settings.steps} steps.")
+        raise FulldepthError(
+            f"warmup_steps is {settings.warmup_steps}. Expected at most steps, which is {settings.steps}."
+        )
     if settings.min_learning_rate > settings.learning_rate:
         raise FulldepthError(
             f"min_learning_rate ({settings.min_learning_rate}) is above learning_rate ({settings.learning_rate})."
         )
     if settings.min_learning_rate and settings.schedule != "cosine":
         raise FulldepthError(
-            f"min_learning_rate has no effect with schedule: {settings.schedule}; it applies to cosine."
+            f"min_learning_rate has no effect with schedule={settings.schedule}; it applies to cosine."
         )
     installed = get_available_reporting_integrations()
     for name in settings.report_to:
@@ -172,8 +175,9 @@ def training_arguments(settings: TrainSettings, folder: Path) -> Any:
 
 
 def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:
-    """(sequences per forward pass, accumulated passes) of each of `world` processes. The first is `micro_batch_size`,
-    or the largest number below it that divides the process's share of the batch.
+    """Return (sequences per forward pass, accumulated passes) for each of `world` processes.
+
+    The first is `micro_batch_size`, or the largest number below it that divides the process's share of the batch.
 
     Raises:
         FulldepthError: if the processes cannot share the batch evenly.
@@ -181,15 +185,16 @@ def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:
     share, remainder = divmod(settings.global_batch_size, world)
     if remainder or not share:
         raise FulldepthError(
-            f"global_batch_size is {settings.global_batch_size}, which {world} processes cannot share evenly."
+            f"global_batch_size is {settings.global_batch_size}, which {world} processes cannot share evenly. Expected "
+            f"a multiple of {world}."
         )
-    most = settings.micro_batch_size or share
-    micro = next(size for size in range(min(most, share), 0, -1) if share % size == 0)
+    largest = min(settings.micro_batch_size or share, share)
+    micro = next(size for size in range(largest, 0, -1) if share % size == 0)
     return micro, share // micro
 
 
 def smaller_batch(settings: TrainSettings, world: int) -> list[str]:
-    """A sentence if forward passes hold fewer sequences than asked, so that all hold as many."""
+    """Return a warning if forward passes hold fewer items than `micro_batch_size`, so that all hold equally many."""
     micro, accumulation = batch_split(settings, world)
     share = micro * accumulation
     if micro >= min(settings.micro_batch_size or share, share):
@@ -202,7 +207,9 @@ def smaller_batch(settings: TrainSettings, world: int) -> list[str]:
 
 
 def worker_count(settings: TrainSettings, processes: int) -> int:
-    """Data loading processes of each training process: `workers`, or by default up to four, one for each core.
+    """Return the number of data loading processes for each training process.
+
+    It is `workers`, or by default up to four, one for each core.
 
     Args:
         settings: the run's settings.
@@ -218,16 +225,16 @@ def worker_count(settings: TrainSettings, processes: int) -> int:
 
 
 def trl_module() -> Any:
-    """The package trl, or a `FulldepthError` where it is not installed."""
+    """Import the package trl; raise a `FulldepthError` if it is not installed."""
     with needing("trl", "sft", "Fine-tuning on conversations"):
         import trl  # noqa: PLC0415
     return trl
 
 
 def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]]:
-    """Every trainable parameter in exactly one group; no group is empty.
+    """Assign every trainable parameter to exactly one group; no group is empty.
 
-    A model's own method `parameter_groups` is used if it has one (`DepthLlamaForCausalLM`). For other models
+    The model's method `parameter_groups` is used if it has one (`DepthLlamaForCausalLM`). For other models
     `decay: matrices` leaves vectors and embeddings without weight decay.
 
     Raises:
@@ -242,20 +249,20 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
             decay=settings.decay,
         )
     else:
-        inside = set[Any]()
+        backbone = set[Any]()
         if settings.backbone_learning_rate is not None:
             anatomy = find_anatomy(model)
             if anatomy.family.backbone is None:
                 raise FulldepthError(
                     f"backbone_learning_rate is for detectors; {type(model).__name__} has no backbone."
                 )
-            inside = set(anatomy.body.get_submodule(anatomy.family.backbone).parameters())
+            backbone = set(anatomy.body.get_submodule(anatomy.family.backbone).parameters())
         embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         matrices = {p for p in trained if settings.decay == "all" or (p.ndim >= 2 and p not in embeddings)}
         groups = [
             {
-                "params": [p for p in trained if (p in matrices, p in inside) == (decays, of_backbone)],
+                "params": [p for p in trained if (p in matrices, p in backbone) == (decays, of_backbone)],
                 "weight_decay": settings.weight_decay if decays else 0.0,
                 "lr": settings.backbone_learning_rate if of_backbone else settings.learning_rate,
                 "name": ("backbone, " if of_backbone else "") + ("decay" if decays else "no decay"),
@@ -264,20 +271,20 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
         ]
     if settings.decay == "routers" and "router_decay" not in {group["name"] for group in groups}:
         raise FulldepthError(
-            "decay=routers would let nothing decay: it names dynamic and kv routers, and this model has none."
+            "decay=routers has no effect: it applies to dynamic and kv routers, and this model has none."
         )
     return [group for group in groups if group["params"]]
 
 
 def multistep(settings: TrainSettings, step: int) -> float:
-    """Factor of the learning rate at a 0-based step: a linear warm-up, then a tenth from each milestone on."""
+    """Return the factor of the learning rate at a 0-based step: linear warm-up, then a tenth from each milestone on."""
     if step < settings.warmup_length:
         return step / settings.warmup_length
     return 0.1 ** sum(step >= round(share * settings.steps) for share in settings.milestones)
 
 
 def window_collator(settings: TrainSettings) -> Callable[[list[Any]], dict[str, Any]]:
-    """The collator of windows: one row per window, or one row in all where flash attention must separate documents.
+    """Return the collator of windows: one row per window, or one row in total if flash attention separates documents.
 
     Raises:
         FulldepthError: if a penalty needs each window in a row of its own.
@@ -286,34 +293,33 @@ def window_collator(settings: TrainSettings) -> Callable[[list[Any]], dict[str, 
         return default_data_collator
     for name in per_batch_terms(settings.objective.terms):
         raise FulldepthError(
-            f"With attention=flash_attention_2 and data.across_documents=false a batch is one long row, and "
-            f"{name} is a function of each sequence. Use attention=sdpa, or across_documents=true."
+            f"With attention=flash_attention_2 and data.across_documents=false a batch is one long row, but {name} "
+            "needs each sequence in a row of its own. Use attention=sdpa, or across_documents=true."
         )
     return flatten_windows
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run learns from: items, how batches are made of them, and facts about them."""
+    """Training data of a run: its items, the collator that makes batches, and facts about them."""
 
     config: PreTrainedConfig
-    """Of the model that fits the data."""
+    """Configuration of the model that fits the data."""
     processing: Any
     """Tokenizer or image processor, saved with every checkpoint."""
     train: Any
     validation: Any
     facts: dict[str, Any]
-    """For the record, with `hash`: of everything that determines the items."""
+    """Entries for the record; `hash` covers everything that determines the items."""
     collator: Any = None
-    """Makes batches; None = the Trainer's own."""
+    """Function that makes a batch from items; None = the Trainer's own."""
     warnings: list[str] = field(default_factory=list)
     trainer: Any = None
     """Class of the trainer; None = `RunTrainer`."""
 
 
 class RunMixin(AnyTrainer):
-    """Put before a Trainer with an objective: takes objective, parameter groups, schedule and order of the items from
-    the settings of a run.
+    """Mixin that gives a Trainer the objective, parameter groups, schedule and order of the items of a run's settings.
 
     Training is one pass of `steps * global_batch_size` items. Every step is a full batch, also across epoch boundaries.
     Batches do not depend on the numbers of processes, workers and micro-batches, or on resuming.
@@ -342,30 +348,31 @@ class RunMixin(AnyTrainer):
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     def parameter_groups(self, model: Any) -> list[dict[str, Any]]:
-        """The parameter groups by the run's settings."""
+        """Return the parameter groups of the run's settings."""
         return parameter_groups(model, self.settings)
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's loss with the objective; frozen features are those of evaluation mode, without dropout."""
+        """Return the Trainer's loss with the objective; frozen features run in evaluation mode, without dropout."""
         if self.settings.freezes_features and model.training:
             for part in self.plain_model.children():
                 part.eval()
         return super().compute_loss(model, *args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The Trainer's schedule, or a multistep one, which transformers lacks."""
+        """Make the Trainer's schedule, or a multistep one, which transformers lacks."""
         if self.settings.schedule == "multistep" and self.lr_scheduler is None:
             self.lr_scheduler = LambdaLR(optimizer or self.optimizer, partial(multistep, self.settings))
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return the sampler whose order depends on the seed alone."""
         settings = self.settings
         data = self.train_dataset
         sampler = EpochSampler if isinstance(data, LabelledRows) else ShuffledSampler
         return sampler(len(data), seed=settings.seed, length=settings.steps * settings.global_batch_size)
 
     def get_train_dataloader(self) -> Any:
-        """The Trainer's data loader, with workers that ignore SIGTERM."""
+        """Make the Trainer's data loader, with workers that ignore SIGTERM."""
         loader = super().get_train_dataloader()
         inner = getattr(loader, "base_dataloader", loader)  # accelerate's adapter forwards attribute reads, not writes
         inner.worker_init_fn = partial(_start_worker, inner.worker_init_fn)
@@ -377,6 +384,7 @@ class RunMixin(AnyTrainer):
             return super().train(*args, **kwargs)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """Prepare as the Trainer does; with FSDP2, load weights before they are sharded and check the result."""
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is None:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -387,14 +395,19 @@ class RunMixin(AnyTrainer):
         stepped = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self.model.named_parameters():
             if not isinstance(parameter, DTensor):
-                raise FulldepthError(f"fsdp is on, but {name} is not sharded: this version of accelerate copies it.")
+                raise FulldepthError(
+                    f"fsdp=true, but {name} is not sharded: this version of accelerate copies it. Use fsdp=false."
+                )
             if parameter.requires_grad and parameter not in stepped:
-                raise FulldepthError(f"fsdp is on, but the optimiser has lost {name} when the weights were sharded.")
+                raise FulldepthError(
+                    f"fsdp=true, but the optimiser lost {name} when the weights were sharded. Use fsdp=false."
+                )
         return prepared
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As the Trainer, with adapters merged; a sharded model is saved as one of its own class, with its code, and a
-        tied weight once.
+        """Save as the Trainer does, with adapters merged.
+
+        A sharded model is saved as a model of its class before sharding, with its code, and a tied weight once.
         """
         model = self.plain_model
         if self.settings.lora.rank and self.args.should_save:
@@ -403,17 +416,18 @@ class RunMixin(AnyTrainer):
         if not (self.is_fsdp_enabled and self.args.should_save):
             super()._save(output_dir, state_dict=state_dict)
             return
-        every, first = (dict(model.named_parameters(remove_duplicate=once)) for once in (False, True))
-        kept = {name: tensor for name, tensor in state_dict.items() if name in first or name not in every}
+        every = dict(model.named_parameters(remove_duplicate=False))
+        first = dict(model.named_parameters())
+        once = {name: tensor for name, tensor in state_dict.items() if name in first or name not in every}
         sharded = type(model)
         model.__class__ = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
         try:
-            super()._save(output_dir, state_dict=kept)
+            super()._save(output_dir, state_dict=once)
         finally:
             model.__class__ = sharded
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """As the Trainer; the states of sharded weights are put together in the first process."""
+        """Save as the Trainer does; the first process gathers the states of sharded weights."""
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -433,7 +447,8 @@ class RunMixin(AnyTrainer):
         (load_adapters if self.settings.lora.rank else load_weights)(self.plain_model, checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        if self.is_fsdp_enabled:  # they were loaded before they were sharded
+        """Load as the Trainer does, or adapters alone; nothing with FSDP2."""
+        if self.is_fsdp_enabled:  # `_prepare_for_training` loaded the weights before they were sharded
             return
         if self.settings.lora.rank:
             self._load_weights(resume_from_checkpoint)
@@ -441,7 +456,7 @@ class RunMixin(AnyTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As the Trainer; of the states of sharded weights each process keeps its shards."""
+        """Load as the Trainer does; each process keeps its shards of the states of sharded weights."""
         if checkpoint is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             return

@@ -118,7 +118,7 @@ def unfoldable(case):
         ("depth_llama-tree", "tree"),
         ("depth_llama-hyper", "several residual streams"),
         ("depth_llama-static", "a memory of earlier layers"),
-        ("olmo2", "sees the scale of the stream"),
+        ("olmo2", "depends on the scale of the stream"),
         ("llama zero", "s_att of layer 3"),
         ("llama negative", "s_mlp of layer 3"),
         ("llama int8", r"o_proj\.weight of the attention of layer 1"),

@@ -28,7 +28,7 @@ from skip import planned
 from skip.exports.test_gguf import source
 from skip.word_tokenizer import checkpoint, tokenizer
 
-TRIED = "Tried with a few of the layers, before the work"
+TRIED = "This was a trial with a few layers, before the work"
 FAMILIES = ("llama", "qwen2", "gemma3_text", "gemma2", "gpt2", "gpt_neox", "granite", "olmo2", "opt", "qwen3_moe")
 FORMATS = [("folded", "attention"), ("fast", "any"), ("decilm", "attention"), ("layer", "layer")]
 

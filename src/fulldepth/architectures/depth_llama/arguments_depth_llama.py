@@ -1,4 +1,4 @@
-"""Arguments of the forward passes: one cache under either of its names, and no argument that nobody reads."""
+"""Checks of the forward passes' arguments: one cache under either of its names, and no argument that is not read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HANDED_ON = (
 )
 """Arguments beyond the signature that `Trainer`, its collators and attention implementations hand on."""
 LOSS_ARGUMENTS = ("shift_labels", "ignore_index")
-"""Arguments of the loss of a language model, beside `num_items_in_batch`."""
+"""Arguments of the loss of a language model, besides `num_items_in_batch`."""
 
 
 def single_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:

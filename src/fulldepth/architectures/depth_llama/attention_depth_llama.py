@@ -30,7 +30,7 @@ from .memory_depth_llama import DynamicRouter, KeyValueRouter, StaticRouter, rou
 class DepthLlamaRMSNorm(LlamaRMSNorm):
     """`gain * x / rms(x)`; statistics in float32, or in float64 for float64 input.
 
-    A fixed `scale` multiplies the gain (LayerNorm scaling), so a norm whose gain is `folded_gain()` gives the same.
+    A fixed `scale` multiplies the gain (LayerNorm scaling). A plain norm with the gain `folded_gain()` is equivalent.
     """
 
     def __init__(self, hidden_size: int, eps: float, scale: float = 1.0) -> None:
@@ -38,11 +38,11 @@ class DepthLlamaRMSNorm(LlamaRMSNorm):
         self.scale = scale
 
     def folded_gain(self) -> Tensor:
-        """[D] the gain times the scale."""
+        """Return the gain times the scale, `[D]`."""
         return self.weight if self.scale == 1 else self.weight * self.scale
 
     def forward(self, hidden_states: Tensor, normalised: Tensor | None = None) -> Tensor:
-        """Normalise `[..., D]`, or only apply the gain where `x / rms(x)` is there already, in the type of `x`."""
+        """Normalise `[..., D]`, or only apply the gain to `normalised = x / rms(x)`, if it has the type of `x`."""
         if normalised is None or normalised.dtype != hidden_states.dtype:
             wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
             variance = wide.square().mean(-1, keepdim=True)
@@ -51,12 +51,12 @@ class DepthLlamaRMSNorm(LlamaRMSNorm):
 
 
 class DepthLlamaRotaryEmbedding(LlamaRotaryEmbedding):
-    """Cosines and sines of the positions' angles; in float64 for float64 states."""
+    """Rotary position embedding that stays in float64 for float64 states."""
 
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """For positions `[B, T]`, in the dtype of `x`: twice `[B, T, d_h]`."""
+        """Return cosines and sines of the angles at positions `[B, T]`, each `[B, T, d_h]` in the dtype of `x`."""
         precision = torch.promote_types(x.dtype, torch.float32)
         angles = position_ids[..., None].to(precision) * self.inv_freq.to(x.device, precision)
         angles = torch.cat((angles, angles), dim=-1)
@@ -89,9 +89,9 @@ def eager_attention(
 class DepthLlamaAttention(LlamaAttention):
     """Grouped-query attention whose keys and values may be routed from earlier layers.
 
-    From the second layer on, a model with memory has `router`, and `memory_norm` (the gain of LN_r) for memory
-    `static` and `dynamic`. What `value_states` returns, in every mode, are the values as attention and the cache get
-    them, `[B, T, H_kv * d_h]`.
+    From the second layer on, a model with memory has `router`, and for memory `static` and `dynamic` also `memory_norm`
+    (the gain of LN_r). In every mode the output of `value_states` is the values `[B, T, H_kv * d_h]` that attention and
+    the cache receive.
 
     Source: "LIME", Sec. 4 and App. E; memory `kv`: its public code.
     """
@@ -125,25 +125,25 @@ class DepthLlamaAttention(LlamaAttention):
         memory: Sequence[Tensor] = (),
         **kwargs: Any,
     ) -> tuple[Tensor, ...]:
-        """Attend.
+        """Compute the attention.
 
         Args:
             hidden_states: the layer's normalised input `[B, T, D]`.
             position_embeddings: cosines and sines of the rotary embedding.
-            attention_mask: as the chosen attention implementation reads it.
+            attention_mask: mask in the form that the attention implementation reads.
             cache: receives the routed keys and values.
             past_key_values: the cache's name before transformers 5.24.
             stream: the layer's input before its norm, for a dynamic router that reads it.
             memory: for `static` and `dynamic` the normalised states (without gain) of all sources, the layer's own
                 input last; for `kv` keys and values of the earlier layers in turn, before routing.
-            **kwargs: for the attention implementation.
+            **kwargs: arguments of the attention implementation.
 
         Returns:
             Output `[B, T, D]`, attention weights or None, and for memory `kv` this layer's own keys and values
             `[B, T, H_kv * d_h]`.
         """
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        keys, values, *own = self._keys_and_values(hidden_states, stream, memory)
+        keys, values, *unrouted = self._keys_and_values(hidden_states, stream, memory)
         values = self.value_states(values)
         query_states = self.q_proj(hidden_states).view(shape).transpose(1, 2)
         key_states = keys.view(shape).transpose(1, 2)
@@ -163,26 +163,27 @@ class DepthLlamaAttention(LlamaAttention):
             scaling=self.scaling,
             **kwargs,
         )
-        return self.o_proj(attended.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights, *own
+        return self.o_proj(attended.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights, *unrouted
 
     def _keys_and_values(
         self, hidden_states: Tensor, stream: Tensor | None, memory: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Keys and values before rotary embedding, `[B, T, H_kv * d_h]`; for memory `kv` also the unrouted ones."""
+        """Return keys and values before rotary embedding, `[B, T, H_kv * d_h]`; for memory `kv` also unrouted ones."""
         if self.memory_norm is not None:
             return self._mixed_states(stream, memory, self.memory_norm)
-        own = self.k_proj(hidden_states), self.v_proj(hidden_states)
+        keys = self.k_proj(hidden_states)
+        values = self.v_proj(hidden_states)
         if self.config.memory != "kv":
-            return own
-        routed = own
-        if self.router is not None:
-            routed = route_key_value([*memory[0::2], own[0]], [*memory[1::2], own[1]], self.router())
-        return *routed, *own
+            return keys, values
+        if self.router is None:
+            return keys, values, keys, values
+        routed = route_key_value([*memory[0::2], keys], [*memory[1::2], values], self.router())
+        return *routed, keys, values
 
     def _mixed_states(
         self, stream: Tensor | None, memory: Sequence[Tensor], norm: DepthLlamaRMSNorm
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the mixtures of normalised states, per head."""
+        """Return keys and values of the mixtures of normalised states, per head."""
         modules = (self.k_proj, self.v_proj, norm)
         plain = all(type(m) in (nn.Linear, DepthLlamaRMSNorm) and "_hf_hook" not in vars(m) for m in modules)
         states = memory if plain else [norm(state, state) for state in memory]
@@ -199,12 +200,11 @@ class DepthLlamaAttention(LlamaAttention):
                 states, weights, norm.weight, self.k_proj.weight, self.v_proj.weight, heads, *biases
             )
 
-        # Adapters and offloaded weights: every state goes through the modules, r times the arithmetic.
+        # With adapters or offloaded weights every state goes through the modules, r times the arithmetic.
         def mixed(projection: nn.Module) -> Tensor:
-            projected = torch.stack([projection(state).unflatten(-1, (-1, self.head_dim)) for state in states], dim=-2)
-            return (weights.unsqueeze(-2).to(projected.dtype) @ projected).flatten(
-                -3
-            )  # [B, T, H_kv, r, d_h] -> [B, T, H_kv * d_h]
+            heads = [projection(state).unflatten(-1, (-1, self.head_dim)) for state in states]
+            projected = torch.stack(heads, dim=-2)  # [B, T, H_kv, r, d_h]
+            return (weights.unsqueeze(-2).to(projected.dtype) @ projected).flatten(-3)  # [B, T, H_kv * d_h]
 
         return mixed(self.k_proj), mixed(self.v_proj)
 

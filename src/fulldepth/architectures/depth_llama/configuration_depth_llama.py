@@ -30,13 +30,13 @@ EMBEDDING = -1
 
 
 def build_tree(num_layers: int) -> dict[int, tuple[int, int]]:
-    """The tree of residual paths for a depth: layer -> (ancestor, previous layer), 0-based, -1 = embedding.
+    """Return the tree of residual paths for a depth: layer -> (ancestor, previous layer), 0-based, -1 = embedding.
 
-    The highest full binary tree that fits. Its root is the embedding, the root's children are layers 0 and 1, and all
-    further nodes, row by row, take the even layers from 2 on, each with a buffer layer after it. A node reads its
-    parent and the layer before it; layer 0, whose parent is what comes before it, stays serial. Height h, that is
+    It is the highest full binary tree that fits. Its root is the embedding, the root's children are layers 0 and 1, and
+    all further nodes, row by row, are the even layers from 2 on, each with a buffer layer after it. A node reads its
+    parent and the layer before it; layer 0, whose parent comes directly before it, is serial. Height h, that is
     `2^h - 1` nodes, needs `2^(h+1) - 6` layers: 10 for the paper's three rows, 26 for four, 58 for five; with fewer
-    than 10 layers, two rows are left.
+    than 10 layers the tree has two rows.
 
     Args:
         num_layers: layers of the model, at least 2.
@@ -58,7 +58,7 @@ def build_tree(num_layers: int) -> dict[int, tuple[int, int]]:
 
 
 class DepthLlamaConfig(LlamaConfig):
-    """All fields of `LlamaConfig`, and switches that change the connections between layers.
+    """Configuration with the fields of `LlamaConfig`, and switches that change the connections between layers.
 
     With the defaults the model is Llama: the same weights with the same names, the same outputs. The methods below
     state the cost of the switches and the related stock family.
@@ -70,7 +70,7 @@ class DepthLlamaConfig(LlamaConfig):
     model_type = "depth_llama"
     stock_model_type = "llama"
     """Family whose checkpoints this class can load, with switches added."""
-    # Layers read more than the layer before them: neither split has been worked out for that.
+    # Layers read more than the layer before them, for which neither split is defined.
     base_model_tp_plan = None  # type: ignore[assignment]
     base_model_pp_plan = None  # type: ignore[assignment]
 
@@ -78,11 +78,11 @@ class DepthLlamaConfig(LlamaConfig):
     """`serial`; `tree`: the input of some layers is the sum of two separately normalised earlier outputs ("CR-Guided
     Transformers", Sec. 3.2); `hyper`: Hyper-Connections between several residual streams (arXiv 2409.19606)."""
     tree: dict[int, list[int]] | None = None
-    """Layer -> `[ancestor, previous]`, all 0-based, -1 = embedding; None takes that of `build_tree`."""
+    """Layer -> `[ancestor, previous]`, all 0-based, -1 = embedding; None = the tree of `build_tree`."""
     num_streams: int = 4
-    """Residual streams of `hyper`."""
+    """Number of residual streams of `hyper`."""
     hyper_dynamic: bool = True
-    """Whether the connections of `hyper` depend on the streams, or are constants."""
+    """True if the connections of `hyper` depend on the streams, False if they are constants."""
     norm_scaling: bool = False
     """LayerNorm scaling (arXiv 2502.05795): the output of both norms of layer l is multiplied by `l**-0.5`. It has no
     parameters. The stock class computes the same with the factors in the gains of its norms."""
@@ -91,7 +91,7 @@ class DepthLlamaConfig(LlamaConfig):
     head, a mixture of all earlier layers' outputs ("LIME", Sec. 4); `kv`: a linear map of the key and value states of
     all earlier layers and heads (its later public version)."""
     kv_init: KvInit = "identity"
-    """Initial weights of `memory="kv"`. `identity`: as plain Llama. `public`: random for earlier layers."""
+    """Initial weights of `memory="kv"`. `identity`: equal to plain Llama. `public`: random for earlier layers."""
     router_input: RouterInput = "normed"
     """Input of a dynamic router. `normed`: `LN_r(X_{r-1})` (App. E); `raw`: `X_{r-1}` (Sec. 4.3)."""
     router_top_p: float | None = None
@@ -104,7 +104,7 @@ class DepthLlamaConfig(LlamaConfig):
 
     @classmethod
     def from_llama(cls, llama_config: PreTrainedConfig, **switches: Any) -> DepthLlamaConfig:
-        """The configuration of a Llama with switches added, for `from_pretrained(..., config=...)`.
+        """Add switches to the configuration of a Llama, for `from_pretrained(..., config=...)`.
 
         Raises:
             ValueError: if the configuration is of another family, or a switch is unknown or incompatible with others.
@@ -122,17 +122,17 @@ class DepthLlamaConfig(LlamaConfig):
     @property
     def switches(self) -> dict[str, str]:
         """The switches that the stock class cannot compute, with their values."""
-        plain = {"residual": "serial", "memory": "none"}  # the others need one of these
+        plain = {"residual": "serial", "memory": "none"}  # all other switches need one of these
         return {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
 
     def stock_config(self) -> LlamaConfig:
-        """The configuration of a Llama of the same sizes, without the switches."""
-        own = {field.name for field in fields(self)} - {field.name for field in fields(LlamaConfig)} | {*IDENTITY}
-        values = {name: value for name, value in self.to_dict().items() if name not in own}
+        """Return the configuration of a Llama of the same sizes, without the switches."""
+        switches = {field.name for field in fields(self)} - {field.name for field in fields(LlamaConfig)}
+        values = {name: value for name, value in self.to_dict().items() if name not in switches | {*IDENTITY}}
         return LlamaConfig(**values | {"attn_implementation": self._attn_implementation})
 
     def extra_flops(self, sequence_length: int) -> float:
-        """Operations of one token in a forward pass besides linear layers and attention, averaged over a sequence.
+        """Count the operations of one token besides linear layers and attention, averaged over a sequence.
 
         Memory `static`: mixtures of the r sources of layers r = 2..L, `2 r H_kv D` each; `dynamic`: as many again for
         the router's weights; `kv`: `4 r H_kv^2 d_h`. Hyper-Connections, twice a layer: `2 n (n + 1) D` to mix n
@@ -152,7 +152,7 @@ class DepthLlamaConfig(LlamaConfig):
         return flops
 
     def resolve(self) -> None:
-        """Check the switches and fill in the tree; models call it again, because attributes may be set later.
+        """Check the switches and set the tree. Models call it again, because attributes may be set later.
 
         Raises:
             ValueError: as for the class.
@@ -161,7 +161,7 @@ class DepthLlamaConfig(LlamaConfig):
             _check_choice(name, getattr(self, name), get_args(choices))
         if self.residual == "hyper" and self.memory != "none":
             raise ValueError(
-                f"memory={self.memory!r} with residual='hyper' has no meaning: memory mixes the outputs of earlier "
+                f"memory={self.memory!r} is not defined with residual='hyper': memory mixes the outputs of earlier "
                 f"layers, and a layer of Hyper-Connections has {self.num_streams} streams and no single output. Use "
                 "residual='serial' or 'tree'."
             )
@@ -180,8 +180,8 @@ class DepthLlamaConfig(LlamaConfig):
             "router_top_p": (self.router_top_p is not None, "memory", "dynamic"),
         }
         for option, (is_set, switch, value) in needs.items():
-            if is_set and (own := getattr(self, switch)) != value:
-                raise ValueError(f"{option} needs {switch}={value!r}, got {switch}={own!r}")
+            if is_set and (actual := getattr(self, switch)) != value:
+                raise ValueError(f"{option} needs {switch}={value!r}, got {switch}={actual!r}")
         self.validate_architecture()
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             raise ValueError(
@@ -198,6 +198,7 @@ class DepthLlamaConfig(LlamaConfig):
 
 
 def _check_choice(kind: str, value: str, choices: Iterable[str]) -> None:
+    """Refuse a value that is not one of the choices, and suggest the nearest."""
     names = list(choices)
     if value not in names:
         near = get_close_matches(str(value), names, n=1, cutoff=0.5)
@@ -206,7 +207,7 @@ def _check_choice(kind: str, value: str, choices: Iterable[str]) -> None:
 
 
 def _checked_tree(tree: Any, num_layers: int) -> dict[int, list[int]]:
-    """The tree with integer keys (JSON's are strings) and lists of two, sorted by layer."""
+    """Return the tree with integer keys (JSON's are strings) and lists of two, sorted by layer."""
     if not isinstance(tree, Mapping):
         raise ValueError(f"tree must be a mapping of layers to [ancestor, previous], got {tree!r}")
     checked: dict[int, list[int]] = {}

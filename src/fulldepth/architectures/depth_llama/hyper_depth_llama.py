@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization
 
 DYNAMIC_SCALE = 0.01
-"""What the scales of the dynamic parts start at."""
+"""Initial value of the scales of the dynamic parts."""
 EPS = 1e-5
 """Added to the variance in the connections' LayerNorm."""
 
@@ -25,19 +25,19 @@ class HyperConnection(nn.Module):
 
     At the start `A = [e_k | I]`, `B = 1`, `W_alpha = 0`, `w_beta = 0`: the branch reads stream `k` and is added to
     every stream, so that `n` equal streams stay equal, each the residual stream of a pre-norm network. `LN` has no
-    gain and no bias. The weights and the sums are formed outside autocast, in float32 at least and in the streams'
-    own type respectively, as a residual sum would be.
+    gain and no bias. Outside of autocast, the weights are computed in float32 at least, and the sums in the type of the
+    streams, as a residual sum would be.
 
-    For backward a connection keeps, per token, its streams (n D numbers), the branch's output (D) and its weights
-    (order n^2); the branch itself keeps its input. The normalised streams, the mixed streams and the products with
-    beta are computed again or never needed. The streams are needed for the gradient of alpha, the branch's output for
-    that of beta, so less takes computing one connection's streams from another's.
+    For backward a connection stores, per token, its streams (n D numbers, for the gradient of alpha), the branch's
+    output (D, for the gradient of beta) and its weights (order n^2); the branch stores its input. The normalised
+    streams, the mixed streams and the products with beta are recomputed or not needed. To store less, one connection's
+    streams would have to be computed from another's.
 
     Args:
         width: channels D.
         num_streams: n.
         start: k, taken modulo n; connections that follow one another should differ.
-        dynamic: whether the tanh terms exist.
+        dynamic: include the tanh terms.
 
     Source: "Hyper-Connections", arXiv 2409.19606, Sec. 2; initial values as in its Algorithm 2.
     """
@@ -56,7 +56,7 @@ class HyperConnection(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start as n copies of a pre-norm network; leaves alone what a checkpoint has filled."""
+        """Set the initial values, n copies of a pre-norm network, except for weights that a checkpoint has filled."""
         streams = len(self.static_beta)
         reads = torch.eye(streams)[:, [self.start]]
         initialization.copy_(self.static_alpha, torch.cat([reads, torch.eye(streams)], dim=1))
@@ -68,7 +68,7 @@ class HyperConnection(nn.Module):
             initialization.constant_(self.dynamic_beta_scale, DYNAMIC_SCALE)
 
     def weights(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """Mixing weights of streams `[B, T, n, D]`.
+        """Return the mixing weights of streams `[B, T, n, D]`.
 
         Returns:
             alpha `[B, T, n, n + 1]` (from stream i, to the branch (column 0) or stream j) and beta `[B, T, n]`;
@@ -79,7 +79,7 @@ class HyperConnection(nn.Module):
         beta = self.static_beta.to(precision)
         if self.dynamic:
             weight = torch.cat([self.dynamic_alpha, self.dynamic_beta.unsqueeze(-1)], dim=-1)
-            # Normalised again in backward, so that LN(h) is not kept.
+            # LN(h) is computed again in backward, not stored.
             product = checkpoint(_normed_product, streams, weight, use_reentrant=False, preserve_rng_state=False)
             dynamic = product.to(precision).tanh()  # [B, T, n, n + 2]
             alpha = alpha + dynamic[..., :-1] * self.dynamic_alpha_scale.to(precision)
@@ -87,7 +87,7 @@ class HyperConnection(nn.Module):
         return alpha, beta
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mix before the branch.
+        """Mix the streams before the branch.
 
         Args:
             streams: `[B, T, n, D]`.
@@ -101,28 +101,28 @@ class HyperConnection(nn.Module):
             mixed = alpha.to(streams.dtype).transpose(-1, -2) @ streams  # [B, T, n + 1, D]
         hidden_states, carried = mixed.split([1, mixed.shape[-2] - 1], dim=-2)
         hidden_states = hidden_states.squeeze(-2)
-        if torch.is_grad_enabled():  # the branch keeps its input for backward; a view would keep all streams with it
+        if torch.is_grad_enabled():  # the branch stores its input for backward; a view would keep all streams in memory
             hidden_states = hidden_states.clone()
         return hidden_states, carried, beta
 
     @staticmethod
     def add(carried: Tensor, branch: Tensor, beta: Tensor) -> Tensor:
-        """Streams after the branch: `carried [B, T, n, D] + beta [B, T, n] x branch [B, T, D]`."""
+        """Return the streams after the branch: `carried [B, T, n, D] + beta [B, T, n] x branch [B, T, D]`."""
         return carried + beta.to(carried.dtype).unsqueeze(-1) * branch.to(carried.dtype).unsqueeze(-2)
 
 
 def _normed_product(x: Tensor, weight: Tensor) -> Tensor:
-    """`LN(x) W`."""
+    """Return `LN(x) W`."""
     return functional.layer_norm(x, x.shape[-1:], eps=EPS).to(weight.dtype) @ weight
 
 
 def expand(hidden_states: Tensor, num_streams: int) -> Tensor:
-    """`[B, T, D]` -> n equal streams `[B, T, n, D]`."""
+    """Copy `[B, T, D]` to n equal streams `[B, T, n, D]`."""
     return hidden_states.unsqueeze(-2).repeat_interleave(num_streams, dim=-2)
 
 
 def collapse(streams: Tensor) -> Tensor:
-    """Streams `[B, T, n, D]` -> their sum `[B, T, D]`, which the final norm reads."""
+    """Sum the streams `[B, T, n, D]` to `[B, T, D]`, which the final norm reads."""
     return streams.sum(-2, dtype=streams.dtype)
 
 

@@ -1,13 +1,13 @@
-"""Layer-integrated memory (LIME): routers, and keys and values from the mixtures of earlier states that they weigh.
+"""Layer-integrated memory (LIME): routers, and keys and values from mixtures of earlier states with their weights.
 
 - `StaticRouter`, `DynamicRouter` with `routed_key_value`: layer r projects mixtures of the normalised residual
   streams X_0..X_{r-1}, one mixture per key/value head (LIME, Sec. 4 and App. E).
 - `KeyValueRouter` with `route_key_value`: layer r mixes the key and value heads of layers 1..r, linearly and across
   heads (the later public version of the method).
 
-The pseudocode of LIME (App. E) creates a tensor `[H_kv, B, T, D]` per layer and keeps it for backward. This module does
-not. The gain of the norm is folded into the projection, so the normalised streams (`normalise`) are the same for all
-layers and are kept once; tiles of tokens are mixed, projected and dropped; backward mixes them again. Outputs and
+The pseudocode of LIME (App. E) creates a tensor `[H_kv, B, T, D]` per layer and stores it for backward. This module
+does not. The gain of the norm is folded into the projection, so the normalised streams (`normalise`) are the same for
+all layers and are stored once. Tiles of tokens are mixed, projected and freed, and mixed again in backward. Outputs and
 gradients are those of the pseudocode.
 
 Few tokens without gradients, as in decoding, are mixed at once: the gain scales their mixtures, which are smaller than
@@ -26,11 +26,11 @@ from torch.nn import functional as F
 from transformers import initialization
 
 STATIC_STD = 0.1
-"""Standard deviation of a static router's logits at the start: nearly uniform mixtures (LIME, App. A)."""
+"""Initial standard deviation of a static router's logits, which gives nearly uniform mixtures (LIME, App. A)."""
 SMALLEST_TILE = 128
-"""Tokens: below this the projections of a tile are too small to be fast."""
+"""Fewest tokens of a tile; with fewer, its projections are too small to be fast."""
 CPU_TILE_ELEMENTS = 1 << 22
-"""Elements of a tile, sources and mixtures together, on a CPU: they stay in its cache."""
+"""Elements of a tile, sources and mixtures together, on a CPU, so that they stay in its cache."""
 DEVICE_TILE_ELEMENTS = 1 << 27
 """Elements of a tile on an accelerator."""
 
@@ -44,7 +44,7 @@ class StaticRouter(nn.Module):
     """
 
     minus_infinity_prunes = ("logits",)
-    """Parameters in which -inf is a pruned weight and no fault (read by checks for broken weights)."""
+    """Parameters in which -inf marks a pruned weight (read by checks for broken weights)."""
 
     def __init__(self, num_kv_heads: int, num_sources: int) -> None:
         super().__init__()
@@ -56,15 +56,15 @@ class StaticRouter(nn.Module):
         initialization.normal_(self.logits, std=STATIC_STD)
 
     def forward(self) -> Tensor:
-        """`[H_kv, r]` weights, rows sum to 1."""
+        """Return the weights `[H_kv, r]`, whose rows sum to 1."""
         return _softmax(self.logits)
 
     @torch.no_grad()
     def prune(self, p: float) -> float:
         """Keep the smallest set of weights whose sum exceeds `p`, per head, in place (LIME, App. B).
 
-        The others get logits of -inf: they are exactly zero, stay zero in training and in a saved model, and the kept
-        ones sum to 1 again.
+        All other weights get logits of -inf: they are exactly zero, also after training and in a saved model. The
+        remaining weights sum to 1 again.
 
         Returns:
             Share of this router's weights that are zero now.
@@ -98,15 +98,15 @@ class DynamicRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draw P from std N(0, 1), as the model's other linear layers."""
+        """Draw P from std N(0, 1), as for the model's other linear layers."""
         initialization.normal_(self.weight, std=std)
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        """`[B, T, H_kv, r]` weights, sums over r are 1.
+        """Return the weights `[B, T, H_kv, r]`, whose sums over r are 1.
 
         Args:
-            x: `[B, T, D]` what the router reads.
-            gain: `[D]` factor of `x`. Folded into P, so that the product of both is not kept for backward.
+            x: the router's input `[B, T, D]`.
+            gain: `[D]` factor of `x`, folded into P, so that the product of both is not stored for backward.
         """
         logits = F.linear(x, self.weight if gain is None else self.weight * gain)
         logits = logits.unflatten(-1, (self.num_kv_heads, -1))
@@ -116,8 +116,9 @@ class DynamicRouter(nn.Module):
         return _softmax(logits)
 
     def prune(self, p: float) -> None:
-        """From now on use only the top-`p` weights of each token (LIME, App. B). P itself does not change, and which
-        weights are zero depends on the input, so there is no share to return.
+        """Use only the top-`p` weights of each token from now on (LIME, App. B).
+
+        P does not change. The zero weights depend on the input, so there is no share to return.
 
         Raises:
             ValueError: `p` outside (0, 1].
@@ -133,7 +134,7 @@ class KeyValueRouter(nn.Module):
     Args:
         num_kv_heads: H_kv.
         num_sources: r, the layer's own number (1-based).
-        init: start of the weights. In both a head reads itself with weight 1 and its own layer's other heads with 0.
+        init: initial weights. In both cases a head reads itself with weight 1 and its layer's other heads with 0.
             `"identity"`: earlier layers have weight 0, which is plain attention; `"public"`: U(-b, b) with
             b = sqrt(3 / (r H_kv)).
 
@@ -144,23 +145,23 @@ class KeyValueRouter(nn.Module):
     def __init__(self, num_kv_heads: int, num_sources: int, init: Literal["identity", "public"] = "identity") -> None:
         super().__init__()
         if init not in ("identity", "public"):
-            raise ValueError(f"kv_init must be 'identity' or 'public', not {init!r}")
+            raise ValueError(f"kv_init must be 'identity' or 'public', got {init!r}")
         self.init = init
         self.weight = nn.Parameter(torch.empty(num_kv_heads, num_sources, num_kv_heads))
         self.reset_parameters()
 
     def reset_parameters(self, std: float | None = None) -> None:
-        """Set the weights to their start, whatever `std` other weights of the model have."""
-        start = torch.zeros_like(self.weight, requires_grad=False)
-        heads, sources, _ = start.shape
+        """Set the initial weights, whatever `std` other weights of the model have."""
+        initial = torch.zeros_like(self.weight, requires_grad=False)
+        heads, sources, _ = initial.shape
         if self.init == "public":
             bound = (3 / (sources * heads)) ** 0.5
-            start.uniform_(-bound, bound)
-        start[:, -1] = torch.eye(heads, dtype=start.dtype, device=start.device)
-        initialization.copy_(self.weight, start)
+            initial.uniform_(-bound, bound)
+        initial[:, -1] = torch.eye(heads, dtype=initial.dtype, device=initial.device)
+        initialization.copy_(self.weight, initial)
 
     def forward(self) -> Tensor:
-        """`[H_kv, r, H_kv]` weights: own head, source layer, source head."""
+        """Return the weights `[H_kv, r, H_kv]`: own head, source layer, source head."""
         return self.weight
 
     def prune(self, p: float) -> None:
@@ -176,9 +177,9 @@ class KeyValueRouter(nn.Module):
 
 
 def top_p_mask(weights: Tensor, p: float) -> Tensor:
-    """The smallest set of `weights [..., r]` whose sum exceeds `p`, as a mask of the same shape (LIME, App. B).
+    """Return the smallest set of `weights [..., r]` whose sum exceeds `p`, as a mask of that shape (LIME, App. B).
 
-    Of equal weights the earlier source is kept. If all of them together do not exceed `p`, all are kept.
+    Among equal weights the earlier source is kept. If all of them together do not exceed `p`, all are kept.
 
     Raises:
         ValueError: `p` outside (0, 1].
@@ -189,24 +190,26 @@ def top_p_mask(weights: Tensor, p: float) -> Tensor:
 
 
 def _softmax(logits: Tensor) -> Tensor:
+    """Return the softmax over the last dimension, in float32 at least."""
     return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def _checked(p: float) -> float:
+    """Return `p`, or raise an error if it is outside (0, 1]."""
     if not 0 < p <= 1:
-        raise ValueError(f"top-p is a share of weight in (0, 1], not {p}")
+        raise ValueError(f"top-p must be a share of the weight in (0, 1], got {p}")
     return p
 
 
 def normalise(hidden: Tensor, eps: float) -> Tensor:
-    """A state over its root mean square, without gain: `x / sqrt(mean(x^2) + eps)`.
+    """Divide a state by its root mean square, without gain: `x / sqrt(mean(x^2) + eps)`.
 
-    A layer's RMSNorm is its gain times this, so all layers that read a state can share it. Backward keeps the result
-    and one number per token. Under autocast the result has autocast's type.
+    A layer's RMSNorm is its gain times this, so all layers that read a state can share it. The result and one number
+    per token are stored for backward. Under autocast the result has autocast's type.
 
     Args:
-        hidden: `[..., D]`; float16 and bfloat16 are normalised in float32.
-        eps: as in the model's norms.
+        hidden: state `[..., D]`; float16 and bfloat16 are normalised in float32.
+        eps: eps of the model's norms.
     """
     if not torch.is_grad_enabled():
         return _normalised(hidden, eps, _compute_type(hidden))[0]
@@ -223,15 +226,15 @@ def routed_key_value(
     key_bias: Tensor | None = None,
     value_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of mixtures of states: head h projects `sum_m weights[h, m] * gain * states[m]` (LIME, Sec. 4).
+    """Project mixtures of states to keys and values: head h reads `sum_m weights[h, m] * gain * states[m]`.
 
-    For backward only the arguments are kept, no mixture. N = B T tokens whose gradients nobody wants take `N H_kv D`
-    products to scale as mixtures, and `2 H_kv d_h D` to scale the projections instead; the cheaper way is taken.
+    For backward only the arguments are stored, no mixture. Without gradients, scaling the mixtures of N = B T tokens
+    takes `N H_kv D` products, and scaling the projections `2 H_kv d_h D`; the cheaper way is used.
 
     Args:
         states: r tensors `[B, T, D]`, normalised (see `normalise`).
         weights: `[H_kv, r]`, or `[B, T, H_kv, r]` per token. Sums over r are 1, so a bias needs no weight.
-        gain: `[D]` of the layer's norm of its memory.
+        gain: gain `[D]` of the layer's norm of its memory.
         key_weight: `[H_kv * d_h, D]`.
         value_weight: `[H_kv * d_h, D]`.
         num_kv_heads: H_kv.
@@ -240,6 +243,8 @@ def routed_key_value(
 
     Returns:
         Keys (before rotary embedding) and values, `[B, T, H_kv * d_h]` each.
+
+    Source: "LIME", Sec. 4.
     """
     dtype = _compute_type(states[0])
     heads = num_kv_heads
@@ -255,11 +260,11 @@ def routed_key_value(
 def route_key_value(keys: Sequence[Tensor], values: Sequence[Tensor], weights: Tensor) -> tuple[Tensor, Tensor]:
     """Mix the heads of several layers: head h becomes `sum_{m,s} weights[h, m, s] * keys[m][head s]`, values likewise.
 
-    For backward only the arguments are kept: memory grows linearly with the number of layers.
+    For backward only the arguments are stored, so memory grows linearly with the number of layers.
 
     Args:
         keys: r tensors `[B, T, H_kv * d_h]`, before rotary embedding, the layer's own last.
-        values: likewise.
+        values: r tensors of the same shapes.
         weights: `[H_kv, r, H_kv]`: own head, source layer, source head.
 
     Returns:
@@ -273,7 +278,7 @@ def route_key_value(keys: Sequence[Tensor], values: Sequence[Tensor], weights: T
 def _project_mixtures(
     states: Sequence[Tensor], weights: Tensor, gain: Tensor, projections: Sequence[Tensor], heads: int
 ) -> tuple[Tensor, ...]:
-    """`routed_key_value` with all mixtures at once, scaled by the gain; without biases, in the type of `weights`."""
+    """Compute `routed_key_value` with all mixtures at once, scaled by the gain; no biases, in the type of `weights`."""
     batch, time, width = states[0].shape
     if weights.dim() == 2:
         mixed = torch.mm(weights, torch.stack(tuple(states)).view(len(states), -1)).view(heads, -1, width)  # [H, N, D]
@@ -286,7 +291,7 @@ def _project_mixtures(
 
 
 def _mix_heads(keys: Sequence[Tensor], values: Sequence[Tensor], weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`route_key_value` with the heads of all layers at once."""
+    """Compute `route_key_value` with the heads of all layers at once."""
     batch, time, width = keys[0].shape
     heads = len(weights)
     sources = len(keys)
@@ -297,7 +302,7 @@ def _mix_heads(keys: Sequence[Tensor], values: Sequence[Tensor], weights: Tensor
 
 
 def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse second derivatives, which this backward pass does not have, instead of leaving terms out."""
+    """Decorate a backward pass that has no second derivatives, so that it refuses them instead of omitting terms."""
 
     @wraps(backward)
     def checked(ctx: Any, *gradients: Tensor) -> Any:
@@ -309,14 +314,14 @@ def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _normalised(hidden: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A state over its root mean square, and one over that, `[..., 1]`."""
+    """Return a state divided by its root mean square, and the reciprocal of the latter, `[..., 1]`."""
     wide = hidden.to(_wide(hidden.dtype))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale).to(dtype), scale
 
 
 class _Normalise(torch.autograd.Function):
-    """`normalise`, keeping its result instead of its argument."""
+    """Computation of `normalise` that stores its result for backward instead of its argument."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -336,7 +341,7 @@ class _Normalise(torch.autograd.Function):
 
 
 class _RoutedProjection(torch.autograd.Function):
-    """Mix and project, a tile of tokens at a time; mix again in backward."""
+    """Computation of `routed_key_value`, a tile of tokens at a time; states are mixed again in backward."""
 
     @staticmethod
     def forward(
@@ -401,7 +406,7 @@ class _RoutedProjection(torch.autograd.Function):
 
 
 class _RoutedHeads(torch.autograd.Function):
-    """Mix the heads of several layers, a tile of tokens at a time."""
+    """Computation of `route_key_value` for keys or values, a tile of tokens at a time."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, *layers: Tensor) -> Tensor:
@@ -433,17 +438,17 @@ class _RoutedHeads(torch.autograd.Function):
 
 
 def _mix(weights: Tensor, sources: Tensor) -> Tensor:
-    """`[c, t, D]` mixtures of `sources [r, t, D]`, by `weights [c, r]`, or `[t, c, r]` per token."""
+    """Return mixtures `[c, t, D]` of `sources [r, t, D]` by `weights [c, r]`, or `[t, c, r]` per token."""
     if weights.dim() > 2:
         return torch.bmm(weights, sources.transpose(0, 1)).transpose(0, 1)
     return torch.mm(weights, sources.flatten(1)).unflatten(1, sources.shape[1:])
 
 
 def _tiles(states: Sequence[Tensor], heads: int, mixtures: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Tokens by tokens, the heads of the states `[B, T, heads * d]` above each other: `[r * heads, t, d]`.
+    """Yield tiles of tokens: a slice, and the heads of all states `[B, T, heads * d]` as `[r * heads, t, d]`.
 
-    As many tokens as fit with as many `mixtures` of the states' heads into the tile's size; all tiles nearly equal, in
-    the same memory, because allocating it anew takes longer than the arithmetic.
+    A tile has as many tokens as fit into its size together with this number of `mixtures` of the states' heads. All
+    tiles are of nearly equal size, and use the same memory, because allocating takes longer than the arithmetic.
     """
     flat = [x.flatten(0, 1).unflatten(-1, (heads, -1)).transpose(0, 1) for x in states]  # [heads, N, d]
     _, tokens, width = flat[0].shape
@@ -466,27 +471,27 @@ def _scatter(states: Sequence[Tensor], rows: slice, sources: Tensor) -> None:
 
 
 def _of_rows(weights: Tensor, rows: slice) -> Tensor:
-    """Of weights `[B, T, H, r]` those of a tile's tokens; weights `[H, r]` are those of every token."""
+    """Return the weights of a tile's tokens from `[B, T, H, r]`; weights `[H, r]` are the same for every token."""
     return weights if weights.dim() == 2 else weights.flatten(0, 1)[rows]
 
 
 def _joined(key_weight: Tensor, value_weight: Tensor, heads: int) -> Tensor:
-    """The key and value projections of each head, `[H, 2 d_h, D]`."""
+    """Return the key and value projections of each head, `[H, 2 d_h, D]`."""
     return torch.cat([weight.unflatten(0, (heads, -1)) for weight in (key_weight, value_weight)], dim=1)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """At least float32."""
+    """Return the type, or float32 if it is narrower."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _autocast_kind(x: Tensor) -> str:
-    """The device type whose autocast applies to `x`; the meta device, which has none, goes as a CPU."""
+    """Return the device type whose autocast applies to `x`; that of the CPU for the meta device, which has none."""
     return "cpu" if x.is_meta else x.device.type
 
 
 def _compute_type(x: Tensor) -> torch.dtype:
-    """The type that a matrix product with `x` has here: autocast's, if it is on and applies to `x`."""
+    """Return the type of a matrix product with `x`: autocast's if it is on and applies to `x`, else that of `x`."""
     kind = _autocast_kind(x)
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x.dtype

@@ -59,12 +59,12 @@ class DepthLlamaDecoderLayer(GradientCheckpointingLayer):
         """Run the layer.
 
         Args:
-            hidden_states: output of the layer before (with a tree: of the one that the mapping calls previous),
-                `[B, T, D]`; with Hyper-Connections streams `[B, T, n, D]`.
-            ancestor: the tree's other output, for a layer whose input is replaced.
-            *memory: what attention routes from: normalised states (of a layer whose input is replaced, without the
-                input's own), or keys and values of earlier layers in turn.
-            **kwargs: masks, positions, cache and what else attention takes.
+            hidden_states: output `[B, T, D]` of the layer before, or of the tree's `previous` layer; with
+                Hyper-Connections streams `[B, T, n, D]`.
+            ancestor: output of the tree's `ancestor` layer, for a layer in the tree.
+            *memory: sources of the attention's memory: normalised states (without that of the input, for a layer in the
+                tree), or keys and values of earlier layers in turn.
+            **kwargs: masks, positions, cache and further arguments of attention.
 
         Returns:
             Output, of the shape of `hidden_states`; with memory `kv` also this layer's keys and values.
@@ -77,13 +77,13 @@ class DepthLlamaDecoderLayer(GradientCheckpointingLayer):
             if mixes_states:
                 memory = (*memory, normalise(hidden_states, self.input_layernorm.variance_epsilon))
         normed = self.input_layernorm(hidden_states, memory[-1] if mixes_states else None)
-        attended, _, *own = self.self_attn(normed, stream=hidden_states, memory=memory, **kwargs)
+        attended, _, *keys_and_values = self.self_attn(normed, stream=hidden_states, memory=memory, **kwargs)
         hidden_states = hidden_states + attended
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return (hidden_states, *own) if own else hidden_states
+        return (hidden_states, *keys_and_values) if keys_and_values else hidden_states
 
     def _connected(self, streams: Tensor, attention: HyperConnection, mlp: HyperConnection, **kwargs: Any) -> Tensor:
-        """The layer between Hyper-Connections, `[B, T, n, D]` -> the same."""
+        """Run the layer with Hyper-Connections around its branches, from streams `[B, T, n, D]` to streams."""
         hidden_states, carried, beta = attention(streams)
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states, carried, beta = mlp(attention.add(carried, attended, beta))
@@ -106,6 +106,7 @@ class DepthLlamaPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        """Initialise a module; routers and connections have schemes of their own."""
         if isinstance(module, ROUTERS):
             module.reset_parameters(std=self.config.initializer_range)
         elif isinstance(module, HyperConnection):
@@ -120,25 +121,25 @@ class DepthLlamaPreTrainedModel(PreTrainedModel):
         router_learning_rate: float | None = None,
         decay: Decay = "matrices",
     ) -> list[dict[str, Any]]:
-        """Optimiser groups: which parameters decay, and the routers' own learning rate.
+        """Return the optimiser's groups, by weight decay and learning rate.
 
         Args:
-            learning_rate: of everything but routers.
-            weight_decay: of what decays.
-            router_learning_rate: of routers; None = `learning_rate`.
+            learning_rate: learning rate of all parameters except routers.
+            weight_decay: weight decay of the parameters that decay.
+            router_learning_rate: learning rate of routers; None = `learning_rate`.
             decay: `matrices`: matrices, dynamic and kv routers and the dynamic parts of Hyper-Connections decay; norms,
                 biases, embeddings (and a head tied to them), static routers and static parts of Hyper-Connections do
                 not. `all`: every parameter. `routers`: dynamic and kv routers only.
 
         Returns:
-            Groups with `params`, `lr`, `weight_decay` and `name`, for `torch.optim.AdamW`; every parameter is in
-            exactly one, and no group is empty.
+            Groups with `params`, `lr`, `weight_decay` and `name`, for `torch.optim.AdamW`. Every parameter is in one
+            group, and no group is empty.
 
         Raises:
             ValueError: for an unknown `decay`.
 
-        Source: `matrices`: "LIME", Table 3 and its public code; the static parts: arXiv 2409.19606. `routers`: the
-        letter of "LIME", App. A.
+        Source: `matrices`: "LIME", Table 3 and its public code; static parts: arXiv 2409.19606. `routers`: the wording
+        of "LIME", App. A.
         """
         if decay not in get_args(Decay):
             raise ValueError(f"decay must be one of {', '.join(get_args(Decay))}, got {decay!r}")
@@ -159,25 +160,25 @@ class DepthLlamaPreTrainedModel(PreTrainedModel):
         ]
 
     def prune_routers(self, p: float = 0.9) -> dict[str, Any]:
-        """Keep, per head, the smallest set of sources whose weights exceed `p`; the rest get weight 0. In place.
+        """Keep, per head, the smallest set of sources whose weights exceed `p`, in place; all others get weight 0.
 
-        A static router's parameters change. A dynamic router prunes every token's weights from now on, and the
-        configuration (`router_top_p`) remembers it.
+        A static router's parameters change. A dynamic router prunes every token's weights from now on, which the
+        configuration stores (`router_top_p`).
 
         Args:
             p: share of the weight to keep, above 0 and at most 1.
 
         Returns:
-            `share`: of all routing weights, those that are now zero; `layers`: the same by 1-based layer. None where
-            it depends on the input.
+            `share`: the share of all routing weights that are zero now; `layers`: the same by 1-based layer. None if it
+            depends on the input.
 
         Raises:
-            ValueError: for memory `none` and `kv` (whose weights are no distribution), or p out of range.
+            ValueError: for memory `none` and `kv` (whose weights are not a distribution), or p out of range.
 
         Source: "LIME", App. B.
         """
         if self.config.memory not in ("static", "dynamic"):
-            raise ValueError(f"only memory 'static' and 'dynamic' can be pruned, this model has {self.config.memory!r}")
+            raise ValueError(f"only memory 'static' and 'dynamic' can be pruned, got {self.config.memory!r}")
         attentions = (module for module in self.modules() if isinstance(module, DepthLlamaAttention))
         layers: dict[int, Any] = {m.layer_idx + 1: m.router.prune(p) for m in attentions if m.router is not None}
         if self.config.memory == "dynamic":
@@ -188,6 +189,7 @@ class DepthLlamaPreTrainedModel(PreTrainedModel):
 
 
 def _decays(module: nn.Module, name: str, decay: Decay) -> bool:
+    """Return True if a parameter of a module has weight decay."""
     if decay != "matrices":
         return decay == "all" or isinstance(module, (DynamicRouter, KeyValueRouter))
     if isinstance(module, (DepthLlamaRMSNorm, nn.Embedding, StaticRouter)):
@@ -227,7 +229,7 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """As `LlamaModel.forward`, with the cache under either of its names.
+        """Run the decoder, with the arguments of `LlamaModel.forward` and the cache under either of its names.
 
         Raises:
             ValueError: unless exactly one of `input_ids` and `inputs_embeds` is given; for two caches.
@@ -246,7 +248,7 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
             config=self.config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            position_ids=position_ids,  # only given ones can tell of packed documents
+            position_ids=position_ids,  # mark packed documents if they were passed
             **named_cache,
         )
         if position_ids is None:
@@ -271,7 +273,7 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
 
     @capture_outputs
     def _decode(self, hidden_states: Tensor, cache: Cache | None, **kwargs: Any) -> BaseModelOutputWithPast:
-        """Embeddings `[B, T, D]` through all layers, each with what it reads of tree and memory, and the norm."""
+        """Run embeddings `[B, T, D]` through all layers, with their inputs from tree and memory, and the final norm."""
         kind = self.config.memory
         eps = self.config.rms_norm_eps
         hyper = self.config.residual == "hyper"
@@ -279,7 +281,7 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
         read_later = {source for layer, sources in tree.items() for source in sources if source != layer - 1}
         if hyper:
             hidden_states = expand(hidden_states, self.config.num_streams)
-        outputs = {EMBEDDING: hidden_states}  # of layers that a tree reads later
+        outputs = {EMBEDDING: hidden_states}  # layer -> output, for layers that the tree reads later
         memory: list[Tensor] = []
         for index, layer in enumerate(cast(Iterable[DepthLlamaDecoderLayer], self.layers)):
             if kind in ("static", "dynamic"):
@@ -289,8 +291,8 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
             routed = layer.self_attn.router is not None
             sources = memory[: -1 if index in tree and kind != "kv" else None] if routed else ()
             result = layer(previous, ancestor, *sources, **{CACHE: cache}, **kwargs)
-            hidden_states, *own = result if isinstance(result, tuple) else (result,)
-            memory.extend(own)
+            hidden_states, *keys_and_values = result if isinstance(result, tuple) else (result,)
+            memory.extend(keys_and_values)
             if index - 1 not in read_later:
                 del outputs[index - 1]
         if hyper:
@@ -304,7 +306,7 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     stock_class = LlamaForCausalLM
-    """Class that computes the same with `stock_weights`, which have the same names, when no switch is thrown."""
+    """Class that computes the same from `stock_weights`, which have the same names, if no switch is active."""
 
     def __init__(self, config: DepthLlamaConfig) -> None:
         super().__init__(config)
@@ -327,7 +329,7 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """As `LlamaForCausalLM.forward`, with the cache under either of its names.
+        """Run the model, with the arguments of `LlamaForCausalLM.forward` and the cache under either of its names.
 
         `labels` are shifted by the loss, which also takes `num_items_in_batch`, `shift_labels` and `ignore_index`.
 
@@ -359,7 +361,7 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
         )
 
     def stock_weights(self) -> dict[str, Tensor]:
-        """Weights of the stock class that computes the same: scaled norms have their scale in the gain."""
+        """Return weights with which the stock class computes the same: scaled norms have their scale in the gain."""
         gains = {
             f"{name}.weight": module.folded_gain().detach()
             for name, module in self.named_modules()
@@ -368,32 +370,32 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
         return self.state_dict() | gains
 
     def added_parameters(self) -> set[str]:
-        """Names of the weights that the switches add to a Llama: routers, connections and their norms.
+        """Return the names of the weights that the switches add to a Llama: routers, connections and their norms.
 
-        A Llama's checkpoint lacks them; they keep the initial values of their papers.
+        A Llama's checkpoint lacks them, so they have the initial values of their papers.
         """
         with torch.device("meta"):
             stock = self.stock_class(self.config.stock_config())
         return self.state_dict().keys() - stock.state_dict().keys()
 
     def memory_bounds(self, rule: MemoryStart) -> dict[str, float]:
-        """Bounds b of U(-b, b) from which the projections to keys and values that read a memory can start, by name.
+        """Name -> bound b of U(-b, b), for the key and value projections that read a memory.
 
-        `b = k**-0.5`, as `kaiming_uniform_(a=sqrt(5))` draws it. With memory `kv`, whose keys and values are themselves
-        the memory, every layer has them; otherwise all but the first.
+        `b = k**-0.5`, as in `kaiming_uniform_(a=sqrt(5))`. With memory `kv`, whose keys and values are the memory
+        itself, these are the projections of every layer; otherwise of all layers but the first.
 
         Args:
-            rule: `fan-in`: k = D, the inputs. `pseudocode`: k = H_kv D d_h, for torch counts every dimension but the
-                first of LIME's tensor `[1, H, D, d_h]` as inputs.
+            rule: `fan-in`: k = D, the inputs. `pseudocode`: k = H_kv D d_h, because torch counts every dimension of
+                LIME's tensor `[1, H, D, d_h]` except the first as inputs.
 
         Raises:
-            ValueError: for `pseudocode` with memory `kv`, which the paper's listing does not have.
+            ValueError: for `pseudocode` with memory `kv`, which is not in the paper's listing.
 
         Source: "LIME", App. E.
         """
         kv = self.config.memory == "kv"
         if rule == "pseudocode" and kv:
-            raise ValueError("pseudocode is the start of memory static or dynamic; for kv there is fan-in")
+            raise ValueError("rule 'pseudocode' is for memory 'static' and 'dynamic'; use 'fan-in' for memory 'kv'")
         bounds: dict[str, float] = {}
         for name, module in self.named_modules():
             if isinstance(module, DepthLlamaAttention) and (kv or module.memory_norm is not None):
@@ -404,9 +406,11 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
     def _get_candidate_generator(  # type: ignore[override]
         self, generation_config: GenerationConfig, **kwargs: Any
     ) -> CandidateGenerator:
+        """Refuse the early exit of transformers, which changes the configuration for drafts."""
         if generation_config.assistant_early_exit is not None:  # transformers changes the configuration for drafts
             raise ValueError(
-                "assistant_early_exit is not for this class; fulldepth.exit.generate drafts by first layers"
+                "assistant_early_exit is not supported by this class; use fulldepth.exit.generate for drafts from its "
+                "first layers"
             )
         return super()._get_candidate_generator(generation_config, **kwargs)  # type: ignore[misc]
 

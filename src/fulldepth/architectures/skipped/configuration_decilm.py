@@ -1,7 +1,7 @@
 """The configuration of DeciLM (`nemotron-nas`), as vLLM, llama.cpp's converter and mlx-lm read it.
 
-Checkpoints in that layout carry it for `trust_remote_code`. It supports blocks without attention or MLP, and the same
-grouped-query attention in every block, and no other variation.
+Checkpoints in that layout carry it for `trust_remote_code`. It supports blocks without attention or MLP, but no other
+variation: all blocks have the same grouped-query attention.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ AUTO_MAP = {
 
 
 class BlockConfigs:
-    """Fields beside those of a Llama. A separate class, because transformers 5 generates `DeciLMConfig.__init__`."""
+    """Fields besides those of a Llama, in a separate class because transformers 5 generates `DeciLMConfig.__init__`."""
 
     block_configs: list[Any] | None
     num_hidden_layers: int
 
     def __init__(self, block_configs: list[Any] | None = None, **kwargs: Any) -> None:
-        """Only before transformers 5: its configurations are dataclasses, which call `__post_init__`."""
+        """Initialise under transformers 4. In transformers 5 configurations are dataclasses with `__post_init__`."""
         self.block_configs = [_attributes(block) for block in block_configs or []]
         rope = older_rope("llama", kwargs)  # a model that transformers 5 saved has the newer entry alone
         super().__init__(**({"auto_map": dict(AUTO_MAP)} | rope | kwargs))
@@ -42,16 +42,16 @@ class BlockConfigs:
         """Refuse a list whose length is not the number of blocks."""
         number = len(self.block_configs or ())
         if number != self.num_hidden_layers:
-            raise ValueError(f"{number} block_configs for {self.num_hidden_layers} blocks")
+            raise ValueError(f"{number} block_configs for {self.num_hidden_layers} blocks; expected one for each block")
 
     @property
     def skipped_attention(self) -> list[int]:
-        """Blocks without attention, 1..L."""
+        """Numbers of the blocks without attention, 1..L."""
         return [n for n, block in enumerate(self.block_configs or [], start=1) if block.attention.no_op]
 
     @property
     def skipped_mlp(self) -> list[int]:
-        """Blocks without an MLP, 1..L."""
+        """Numbers of the blocks without an MLP, 1..L."""
         return [n for n, block in enumerate(self.block_configs or [], start=1) if block.ffn.no_op]
 
     @property
@@ -65,14 +65,14 @@ class BlockConfigs:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """The stock entries, with blocks as plain dictionaries."""
+        """Return the stock entries, with blocks as plain dictionaries."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         values["block_configs"] = [_plain(block) for block in self.block_configs or []]
         return values
 
 
 class DeciLMConfig(BlockConfigs, LlamaConfig):
-    """A Llama with a description of every block.
+    """Configuration of a Llama with a description of every block.
 
     Args:
         block_configs: for each block `attention` (`no_op`, `n_heads_in_group`, ...) and `ffn` (`no_op`, `ffn_mult`,
@@ -83,15 +83,17 @@ class DeciLMConfig(BlockConfigs, LlamaConfig):
     """
 
     model_type = "nemotron-nas"
-    has_no_defaults_at_init = True  # as transformers 4 calls it: there is none without block_configs
+    has_no_defaults_at_init = True  # tells transformers 4 that block_configs is required
     block_configs: list[Any] | None = None
 
 
 def _attributes(value: Any) -> Any:
+    """Convert dictionaries, also inside, to objects with attributes."""
     return SimpleNamespace(**{k: _attributes(v) for k, v in value.items()}) if isinstance(value, dict) else value
 
 
 def _plain(value: Any) -> Any:
+    """Convert the result of `_attributes` back."""
     return {k: _plain(v) for k, v in vars(value).items()} if isinstance(value, SimpleNamespace) else value
 
 

@@ -30,15 +30,15 @@ FIELDS: dict[str, Any] = {
 
 
 class SkippedConfig:
-    """Base class of the configurations below: fields beside the stock ones. Layers are numbered 1..L.
+    """Base class of the configurations below, with fields besides the stock ones. Layers are numbered 1..L.
 
     Args:
-        skipped_attention: layers without attention: no norm before it, no weights, no entry in the cache.
+        skipped_attention: layers without attention, without the norm before it and without an entry in the cache.
         skipped_mlp: layers without an MLP.
         stream_scale: divisor of the residual stream where norms read it: before attention and before the MLP of every
             layer, then before the final norm. The norms' eps is scaled as well, so that their outputs do not change.
             None: 1 everywhere.
-        scalars: factors outside of the weights: number of a layer -> `b_att`, `s_att`, `b_mlp`, `s_mlp`, where the
+        scalars: factors outside of the weights: number of a layer -> `b_att`, `s_att`, `b_mlp`, `s_mlp`, as far as the
             layer has them; `x' = b_att A + s_att x`, `y = b_mlp M + s_mlp x'`.
 
     Raises:
@@ -63,16 +63,15 @@ class SkippedConfig:
         layer_types: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Only before transformers 5: its configurations are dataclasses, which call `__post_init__`."""
+        """Initialise under transformers 4. In transformers 5 configurations are dataclasses with `__post_init__`."""
         self.skipped_attention = list(skipped_attention or ())
         self.skipped_mlp = list(skipped_mlp or ())
         self.stream_scale = stream_scale
         self.scalars = scalars
         if layer_types is not None and "layer_types" in inspect.signature(super().__init__).parameters:
             kwargs["layer_types"] = self._plain(layer_types)
-        rope = older_rope(
-            type(self).model_type.removeprefix("fulldepth_skipped_"), kwargs
-        )  # as transformers 5 saves it
+        # A model that transformers 5 saved has only the newer entry.
+        rope = older_rope(type(self).model_type.removeprefix("fulldepth_skipped_"), kwargs)
         super().__init__(**{"auto_map": _auto_map(type(self).__name__)} | rope | kwargs)
         self._check()
 
@@ -81,7 +80,7 @@ class SkippedConfig:
         if getattr(self, "layer_types", None) is not None:
             self.layer_types = self._plain(self.layer_types)
         else:
-            kwargs.pop("layer_types", None)  # only marks: the stock configuration has no such field
+            kwargs.pop("layer_types", None)  # holds only marks, because the stock configuration has no such field
         super().__post_init__(**kwargs)  # type: ignore[misc]
         self._check()
 
@@ -95,10 +94,10 @@ class SkippedConfig:
         if self.stream_scale is not None and not (len(self.stream_scale) == expected and min(self.stream_scale) > 0):
             raise ValueError(f"stream_scale must be {expected} numbers above 0, got {self.stream_scale}")
         if getattr(self, "add_cross_attention", False):
-            raise ValueError("a decoder with cross-attention cannot have layers without attention here")
+            raise ValueError("layers without attention are not supported for a decoder with cross-attention")
 
     def _plain(self, types: list[str]) -> list[str]:
-        """Layer types without marks; a layer without attention gets the type of another layer."""
+        """Return layer types without marks; a layer without attention gets the type of another layer."""
         removed = set(self.skipped_attention or ())
         types = [kind.removeprefix(NO_MLP) for kind in types]
         remaining = [kind for layer, kind in enumerate(types, start=1) if layer not in removed]
@@ -106,7 +105,7 @@ class SkippedConfig:
         return [substitute if layer in removed else kind for layer, kind in enumerate(types, start=1)]
 
     def to_dict(self) -> dict[str, Any]:
-        """The stock entries, with layers that lack a part marked in `layer_types`."""
+        """Return the stock entries, with layers that lack a part marked in `layer_types`."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         no_attention = set(self.skipped_attention or ())
         no_mlp = set(self.skipped_mlp or ())
@@ -119,7 +118,7 @@ class SkippedConfig:
 
 
 def older_rope(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions with the names before transformers 5, from the entry `rope_parameters`; empty without it.
+    """Return rotary positions by their names before transformers 5, from the entry `rope_parameters`; empty without.
 
     Earlier versions ignore that entry and use their defaults without a message.
 
@@ -158,7 +157,7 @@ def _auto_map(config: str) -> dict[str, str]:
 
 
 def _layers(name: str, layers: Iterable[int] | None, num_layers: int) -> list[int]:
-    """Layers sorted, without duplicates."""
+    """Return the layers sorted and without duplicates; refuse layers that do not exist."""
     numbers = sorted(set(layers or ()))
     wrong = [layer for layer in numbers if not (isinstance(layer, int) and 1 <= layer <= num_layers)]
     if wrong:
@@ -167,10 +166,10 @@ def _layers(name: str, layers: Iterable[int] | None, num_layers: int) -> list[in
 
 
 def config_class(name: str) -> Any:
-    """The class with all fields of a stock configuration and those of `SkippedConfig`.
+    """Return the class with all fields of a stock configuration and those of `SkippedConfig`.
 
     Args:
-        name: of the stock class, `LlamaConfig`.
+        name: name of the stock class, such as `LlamaConfig`.
     """
     class_name = f"Skipped{name}"
     if class_name not in globals():
@@ -187,7 +186,7 @@ def config_class(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`SkippedXConfig` for transformers' `XConfig`."""
+    """Return `SkippedXConfig` for transformers' `XConfig`."""
     if name.startswith("Skipped") and name.endswith("Config"):
         return config_class(name.removeprefix("Skipped"))
     raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -52,7 +52,7 @@ conversions: Any = None if BEFORE_5 else import_module("transformers.conversion_
 class Layout:
     """Module names in a stock decoder: `layers` and `final_norm` from the body, the others from a block.
 
-    Of a tuple of norms the first that the block has is used.
+    The first norm of a tuple that the block has is used.
     """
 
     attention: str = "self_attn"
@@ -63,7 +63,7 @@ class Layout:
     mlp: tuple[str, ...] = ("mlp",)
     """The MLP, or its first and its last module."""
     mlp_norms: tuple[str, ...] = ("post_attention_layernorm",)
-    """Norm before the MLP; one that attention also reads remains if one of the two is skipped."""
+    """Norm before the MLP; if attention also reads it, it remains when one of the two is skipped."""
     after_mlp: str | None = None
     """Norm after the MLP."""
     mlp_outputs: int = 0
@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def keeps_scalars(self) -> bool:
-        """Whether scalars stay outside the weights, because attention and MLP read the stream without a norm."""
+        """True if scalars stay outside the weights, because attention and MLP read the stream without a norm."""
         return not self.attention_norms and not self.mlp_norms
 
 
@@ -112,21 +112,22 @@ LAYOUTS = {
 }
 """`model_type` of a stock decoder -> its layout."""
 BASE_MODEL_PREFIX = {"gemma3_text": "model"}
-"""Overrides: before transformers 5, `Gemma3ForCausalLM` has the prefix of the class with images."""
+"""`model_type` -> prefix, where the stock one is wrong: before transformers 5, `Gemma3ForCausalLM` has the prefix of
+the class with images."""
 
 
 class NoAttention:
-    """Placeholder for skipped attention: adds 0. Not a module, so that the block has none of that name."""
+    """Placeholder for skipped attention, which adds 0. It is not a module, so that the block has none of that name."""
 
     is_sliding = False  # read by Gemma 3's block before transformers 5, to choose the position embeddings
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """[B, T, D] zeros, and no weights of attention."""
+        """Return zeros `[B, T, D]`, and None for the attention weights."""
         return torch.zeros_like(hidden_states), None
 
 
 class NoMLP(nn.Module):
-    """Placeholder for a skipped MLP: adds 0.
+    """Placeholder for a skipped MLP, which adds 0.
 
     Args:
         outputs: length of the tuple that the MLP returned; 0 for a tensor.
@@ -137,7 +138,7 @@ class NoMLP(nn.Module):
         self.outputs = outputs
 
     def forward(self, hidden_states: Tensor) -> Any:
-        """[B, T, D] zeros, alone or first in a tuple."""
+        """Return zeros `[B, T, D]`, alone or first in a tuple."""
         zeros = torch.zeros_like(hidden_states)
         return (zeros, *[None] * (self.outputs - 1)) if self.outputs else zeros
 
@@ -155,17 +156,18 @@ def _rescale(norm: Any, scale: float) -> None:
         if hasattr(norm, name):
             setattr(norm, name, getattr(norm, name) / scale**2)
             return
-    norm.forward = partial(_of_scaled, scale, norm.forward)  # OLMo's eps is no attribute
+    norm.forward = partial(_of_scaled, scale, norm.forward)  # OLMo's eps is not an attribute
 
 
 def _of_scaled(scale: float, forward: Any, hidden_states: Tensor) -> Tensor:
+    """Run in place of the `forward` of a norm, on its input times `scale`."""
     return forward(scale * hidden_states)
 
 
 class _Factors:
     """Applies the factors of one branch: its output becomes `b A + (s - 1) x`, to which the block adds x.
 
-    For blocks whose attention and MLP read the stream itself and end in norms.
+    It is for blocks whose attention and MLP read the stream itself and end in norms.
     """
 
     def __init__(self, b: float, s: float) -> None:
@@ -179,7 +181,7 @@ class _Factors:
         return forward(*args, **kwargs)
 
     def mix(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """The scaled output of the branch, computed in float32 at least, in the dtype of the sum."""
+        """Return the scaled output of the branch, computed in float32 at least, in the dtype of the sum."""
         branch = forward(*args, **kwargs)
         stream = self.stream
         assert stream is not None  # recorded by `note`
@@ -202,10 +204,10 @@ class TokenCounter(CacheLayerMixin):
         self.cumulative_length = 0
 
     def lazy_initialization(self, key_states: Tensor, *args: Any) -> None:
-        """Nothing is stored."""
+        """Do nothing, because nothing is stored."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refuse: a model without attention has no keys and values to keep.
+        """Raise an error, because a model without attention has no keys and values to store.
 
         Raises:
             TypeError: always.
@@ -213,20 +215,20 @@ class TokenCounter(CacheLayerMixin):
         raise TypeError("this model has no attention, so its cache holds no keys and values")
 
     def get_seq_length(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         return self.cumulative_length
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset of a mask, which no layer reads; transformers 4 passes the query's positions."""
+        """Return length and offset of a mask, which no layer reads; transformers 4 passes the query's positions."""
         length = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         return self.cumulative_length + length, 0
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return -1 for no limit."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """No limit; the name before transformers 5."""
+        """Return -1 for no limit; called by this name before transformers 5."""
         return -1
 
     def reset(self) -> None:
@@ -238,22 +240,22 @@ class TokenCounter(CacheLayerMixin):
         self.cumulative_length = max(0, self.cumulative_length - abs(tokens_to_remove))
 
     def offload(self) -> None:
-        """Nothing to move."""
+        """Do nothing, because there is nothing to move."""
 
     def prefetch(self) -> None:
-        """Nothing to move."""
+        """Do nothing, because there is nothing to move."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Every sequence has the same length."""
+        """Do nothing, because every sequence has the same length."""
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence has the same length."""
+        """Do nothing, because every sequence has the same length."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Every sequence has the same length."""
+        """Do nothing, because every sequence has the same length."""
 
 
-def compact(cache: Cache, skipped: set[int], num_layers: int) -> None:
+def _compact(cache: Cache, skipped: set[int], num_layers: int) -> None:
     """Remove the entries of layers without attention from an empty cache with entries for all layers, in place.
 
     Args:
@@ -276,7 +278,7 @@ def compact(cache: Cache, skipped: set[int], num_layers: int) -> None:
 
 
 def _argument_names(model: Any) -> list[str]:
-    """Names of the arguments of a stock forward pass, in its order.
+    """Return the names of the arguments of a stock forward pass, in its order.
 
     Raises:
         ValueError: if none of them is a cache by a name that this code knows.
@@ -292,7 +294,7 @@ def _argument_names(model: Any) -> list[str]:
 
 
 def _check_arguments(names: list[str], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook: pass the cache by the stock class's name, refuse what the class would accept and not read.
+    """Forward pre-hook: pass the cache by the stock class's name, and refuse arguments that the class would not read.
 
     Raises:
         TypeError: with the names of unknown arguments, and of those that are given twice; for too many arguments.
@@ -330,7 +332,7 @@ def _before_pass(names: list[str], stack: Any, args: tuple[Any, ...], kwargs: di
     if isinstance(cache, Cache):
         # Not L: early exit in `generate` lowers the configuration's number temporarily.
         num_layers = config.num_hidden_layers
-        compact(cache, {layer for layer in config.skipped_attention if layer <= num_layers}, num_layers)
+        _compact(cache, {layer for layer in config.skipped_attention if layer <= num_layers}, num_layers)
     return args, kwargs
 
 
@@ -349,40 +351,41 @@ class SkippedModel:
 
     def __init__(self, config: Any) -> None:
         if BEFORE_5 and getattr(config, "scale_attn_by_inverse_layer_idx", False):
-            raise ValueError("attention scaled by its layer's number needs transformers 5")
+            raise ValueError(f"scale_attn_by_inverse_layer_idx needs transformers 5, got {transformers.__version__}")
         super().__init__(config)  # type: ignore[call-arg]
         layout = self.layout
         body = self
         layers: Any = body.get_submodule(layout.layers)  # type: ignore[attr-defined]
         entry = 0
         for layer, block in enumerate(layers, start=1):
-            norms = (layout.attention_norms, layout.mlp_norms)  # None where a part reads the stream itself
-            norm, mlp_norm = (next((name for name in names if hasattr(block, name)), None) for names in norms)
+            # None if a part reads the stream itself.
+            norm = next((name for name in layout.attention_norms if hasattr(block, name)), None)
+            mlp_norm = next((name for name in layout.mlp_norms if hasattr(block, name)), None)
             if config.stream_scale is not None:
                 scales = dict(zip((norm, mlp_norm), config.stream_scale[2 * layer - 2 : 2 * layer], strict=True))
                 for name, scale in scales.items():
                     _rescale(getattr(block, str(name), None), scale)
-            own_norms = norm != mlp_norm
+            separate_norms = norm != mlp_norm
             replaced: dict[str | None, Any] = {}
             if layer in config.skipped_attention:
-                replaced = {norm if own_norms else None: _identity, layout.after_attention: _identity}
+                replaced = {norm if separate_norms else None: _identity, layout.after_attention: _identity}
                 replaced[layout.attention] = NoAttention()
             else:
                 getattr(block, layout.attention).layer_idx = entry
                 entry += 1
             if layer in config.skipped_mlp:
-                for name in (mlp_norm if own_norms else None, *layout.mlp[:-1], layout.after_mlp):
+                for name in (mlp_norm if separate_norms else None, *layout.mlp[:-1], layout.after_mlp):
                     replaced[name] = nn.Identity()
                 replaced[layout.mlp[-1]] = NoMLP(layout.mlp_outputs)
             for name, part in replaced.items():
                 if name is not None:
                     delattr(block, name)
                     setattr(block, name, part)
-            own = {} if config.scalars is None else config.scalars.get(str(layer), {})
+            scalars = {} if config.scalars is None else config.scalars.get(str(layer), {})
             parts = {"att": (layout.attention, layout.after_attention), "mlp": (layout.mlp[0], layout.after_mlp)}
             for role, (reader, end) in parts.items():
-                if f"b_{role}" in own:
-                    factors = _Factors(own[f"b_{role}"], own[f"s_{role}"])
+                if f"b_{role}" in scalars:
+                    factors = _Factors(scalars[f"b_{role}"], scalars[f"s_{role}"])
                     first = getattr(block, reader)
                     last = getattr(block, str(end))
                     first.forward = partial(factors.note, first.forward)
@@ -414,10 +417,10 @@ def _make(model_type: str, base: str) -> None:
     """Create the classes of a family; `base` is the name of its configuration class without `Config`."""
     stock: list[str] = [MODEL_MAPPING_NAMES[model_type], MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]  # type: ignore[list-item]
     body, causal_lm = (getattr(transformers, name) for name in stock)
-    own = {"__module__": __name__, "config_class": config_class(f"{base}Config")}
-    values = own | {"__doc__": f"`{stock[0]}` without skipped parts.", "layout": LAYOUTS[model_type]}
+    shared = {"__module__": __name__, "config_class": config_class(f"{base}Config")}
+    values = shared | {"__doc__": f"`{stock[0]}` without skipped parts.", "layout": LAYOUTS[model_type]}
     model_class = type(f"Skipped{base}Model", (SkippedModel, body), values)
-    values = own | {"__doc__": f"`{stock[1]}` without skipped parts.", "model_class": model_class}
+    values = shared | {"__doc__": f"`{stock[1]}` without skipped parts.", "model_class": model_class}
     if model_type in BASE_MODEL_PREFIX:
         values["base_model_prefix"] = BASE_MODEL_PREFIX[model_type]
     head_class = type(f"Skipped{base}ForCausalLM", (SkippedForCausalLM, causal_lm), values)
@@ -430,13 +433,13 @@ def _make(model_type: str, base: str) -> None:
 
 
 def causal_lm_class(model_type: str) -> Any:
-    """The class without skipped parts of a family of `LAYOUTS`; its `model_class` is the decoder alone."""
+    """Return the class without skipped parts of a family of `LAYOUTS`; its `model_class` is the decoder alone."""
     name = f"Skipped{CONFIG_MAPPING_NAMES[model_type].removesuffix('Config')}ForCausalLM"
     return globals().get(name) or __getattr__(name)
 
 
 def __getattr__(name: str) -> Any:
-    """`SkippedXModel` and `SkippedXForCausalLM` for the stock decoder whose configuration is `XConfig`."""
+    """Return `SkippedXModel` or `SkippedXForCausalLM` for the stock decoder whose configuration is `XConfig`."""
     for model_type in LAYOUTS:
         base = CONFIG_MAPPING_NAMES.get(model_type, "").removesuffix("Config")
         if base and name in (f"Skipped{base}Model", f"Skipped{base}ForCausalLM"):
