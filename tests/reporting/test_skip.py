@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.reporting.page import payload, render
-from fulldepth.reporting.skip import SkipPart, layers_of, parts, removals, timed_models
+from fulldepth.reporting.skip import SkipPart, num_layers_of, parts, removals, timed_models
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import of_record
 from fulldepth.results import Results, report
@@ -93,7 +93,7 @@ def test_lines_that_run_along_each_other_are_drawn_once():
         ("another", (7, 8, 4, 11)),
     ]
     table, meta = folders.curve().table, folders.curve().meta
-    assert layers_of([SkipPart("", "curve", table, meta)]) == max(folders.FARTHER)
+    assert num_layers_of([SkipPart("", "curve", table, meta)]) == max(folders.FARTHER)
 
 
 @pytest.mark.parametrize(("name", "phase"), [("pareto", "decode"), ("pareto:prefill", "prefill")])

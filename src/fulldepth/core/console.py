@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fulldepth.core import launch
-from fulldepth.core.errors import one_line
+from fulldepth.core.errors import one_line, rounded
 
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 
@@ -87,9 +87,9 @@ def _headline(results: Any) -> list[tuple[str, str, str]]:
     """
     rows = []
     for name, entry in sorted(results.headline.items(), key=lambda item: ":" in item[0]):
-        value = "-" if entry["value"] is None else _rounded(entry["value"])
+        value = "-" if entry["value"] is None else rounded(entry["value"])
         if entry.get("interval") is not None:
-            value += " ({} to {})".format(*map(_rounded, entry["interval"]))
+            value += " ({} to {})".format(*map(rounded, entry["interval"]))
         elif entry.get("standard_error") is not None:
             value += f" ± {entry['standard_error']:.2g}"
         unit = entry.get("unit", "1")
@@ -101,11 +101,6 @@ def _headline(results: Any) -> list[tuple[str, str, str]]:
             )
         )
     return rows
-
-
-def _rounded(value: float) -> str:
-    """A number in four digits, without an exponent where it is large: `0.1282`, `12.5`, `51,200`."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def line(text: str) -> None:

@@ -26,12 +26,12 @@ EVALUATIONS = "evaluations"
 SKIPS = ("skip", "heal", "curve", "bench")
 """Kinds of result folders that one page can show together, in reading order."""
 TOGETHER = "skips"
-"""Kind of several of them combined: `meta["parts"]` holds their documents with a `label`, the column `folder` the label
-of each row."""
+"""Kind of several such folders combined: `meta["parts"]` holds their documents, each with a `label`, and the column
+`folder` the label of each row."""
 VERBS = {**dict.fromkeys((*SKIPS, TOGETHER), SKIP), **{kind: kind for kind in (EXIT, GENERATION, EVALUATION)}}
 """`kind` of a document -> kind of results, see `PageSource.kind`."""
 COMPARED = {EXIT: EXITS, EVALUATION: EVALUATIONS, GROUPS: GROUPS}
-"""What a comparison compares, as its document states it (`of`) -> kind of results."""
+"""Entry `of` of a comparison's document -> kind of results."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,10 @@ def number(value: Any) -> float | None:
 
 
 def select(table: pd.DataFrame, measure: str, statistic: str | None = None, site: str | None = None) -> pd.DataFrame:
-    """The rows of one measure, and of one statistic and site if given; of `a|b`, the first that the rows have."""
+    """The rows of one measure, and of one statistic and site if given.
+
+    `statistic` may list alternatives, `a|b`: the first one that has rows is selected.
+    """
     rows = table[table["measure"] == measure]
     if site is not None:
         rows = rows[rows["site"] == site]
@@ -75,7 +78,7 @@ def select(table: pd.DataFrame, measure: str, statistic: str | None = None, site
     return next(filter(len, choices), rows.iloc[:0])
 
 
-def curve(
+def curve_of(
     table: pd.DataFrame,
     measure: str,
     statistic: str | None = None,
@@ -93,8 +96,8 @@ def curve(
         statistic: see `select`.
         site: see `select`.
         by: the column over which the values run.
-        layer: of which the values are, over steps; a step without one is a gap.
-        column: of the values.
+        layer: the layer to select, for curves over steps; a step without a value is a gap.
+        column: the column that holds the values.
     """
     rows = select(table, measure, statistic, site)
     if not {by, column} <= {*rows}:
@@ -110,7 +113,7 @@ def curve(
 
 
 def num_layers(table: pd.DataFrame, model: Mapping[str, Any] | None) -> int:
-    """L, from the model's entry or else from the table."""
+    """Number of layers L: from the model's entry, or else the deepest layer in the table."""
     stated = (model or {}).get("num_layers")
     if isinstance(stated, int) and stated > 0:
         return stated
@@ -140,8 +143,7 @@ class PageSource:
     def kind(self) -> str:
         """`single` (one model at one step), `series`, `training`, `skip`, `exit`, `generation` or `evaluation`.
 
-        Several of them side by side are of the kinds `comparison`, `exits` and `evaluations`, and two groups over seeds
-        of the kind `groups`.
+        Several models side by side are a `comparison`, `exits` or `evaluations`; two groups over seeds are `groups`.
         """
         stated = str(self.meta.get("kind"))
         if stated in VERBS:
@@ -154,7 +156,7 @@ class PageSource:
 
     @cached_property
     def layers(self) -> int:
-        """L of the model."""
+        """Number of layers L of the model."""
         return num_layers(self.table, self.meta.get("model"))
 
     @cached_property
@@ -179,7 +181,7 @@ class PageSource:
         return runs
 
     def with_column(self, column: str) -> list[Run]:
-        """The models whose rows have values in a column; differences are those of all but the baseline."""
+        """The models whose rows have values in a column; in the column `difference`, all but the baseline."""
         return [run for run in self.runs if column in run.table and not (column == "difference" and run.baseline)]
 
     @cached_property
@@ -188,9 +190,9 @@ class PageSource:
         return next((run.name for run in self.runs if run.baseline), "the baseline")
 
 
-def stack_rows(table: pd.DataFrame, stack: str) -> pd.DataFrame:
-    """The rows of one stack, with the sites that they have in a model of one stack."""
+def rows_of_stack(table: pd.DataFrame, stack: str) -> pd.DataFrame:
+    """The rows of one stack, with the sites renamed as in a model of a single stack (`residual`)."""
     sites = table["site"].astype(str)
-    own = table[(sites == stack) | sites.str.startswith(f"{stack}:")]
-    sites = own["site"].astype(str).str.removeprefix(f"{stack}:")
-    return own.assign(site=sites.where(own["site"] != stack, "residual"))
+    rows = table[(sites == stack) | sites.str.startswith(f"{stack}:")]
+    sites = rows["site"].astype(str).str.removeprefix(f"{stack}:")
+    return rows.assign(site=sites.where(rows["site"] != stack, "residual"))

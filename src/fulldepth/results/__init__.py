@@ -14,7 +14,7 @@ from fulldepth.results.folder import (
     finite,
     holder,
 )
-from fulldepth.results.influences import gathered, groups_entry, groups_of, joined
+from fulldepth.results.influences import gathered, groups_entry, groups_of, joined_influences
 from fulldepth.results.pages import Chapter, names, report, write_index
 from fulldepth.results.table import COLUMNS, tabulate
 
@@ -38,7 +38,7 @@ __all__ = [
     "groups_entry",
     "groups_of",
     "holder",
-    "joined",
+    "joined_influences",
     "names",
     "provenance",
     "report",

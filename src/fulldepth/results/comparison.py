@@ -34,11 +34,11 @@ KINDS = {
     "exit": "an early-exit sweep",
     "evaluation": "an evaluation",
 }
-"""Kinds of results that can be compared -> what one is called."""
+"""Kind of results that can be compared -> its name in messages."""
 GROUPED = ("training", "measure")
-"""Kinds of which groups can be compared."""
+"""Kinds of results whose groups can be compared."""
 ENTRIES = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exits", "full", "quality_data")}
-"""Kind of results -> entries of their documents that a comparison holds for each model."""
+"""Kind of results -> entries of each model's document that the comparison keeps."""
 
 
 @takes_settings(CompareSettings)
@@ -86,8 +86,8 @@ def compare(
         results: two or more result folders, or `Results`; or a mapping of their labels to them. Of a series of
             checkpoints, the last step is compared. With `against` a group: runs, or measurements of runs, that
             differ in the seed alone.
-        against: the group that it is compared with, with the same seeds.
-        settings: fields of `CompareSettings` as keywords, or an instance.
+        against: the group that the first group is compared with; it has the same seeds.
+        settings: an instance of `CompareSettings`, or its fields as keywords.
         output: result folder, which also gets the page; None = nothing is written.
         overwrite: replace results in the output folder.
 
@@ -149,10 +149,10 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
     compared = {"baseline": labels[first], "depth": depth}
     loaded = [_last_step(item) for item in loaded]
     table, entries = _side_by_side(loaded, labels, first, depth)
-    for one, label in zip(loaded, labels, strict=True):
-        if not one.meta.get("complete", True):
+    for result, label in zip(loaded, labels, strict=True):
+        if not result.meta.get("complete", True):
             entries["warnings"].append(f"{label}: the {KINDS[kind].rpartition(' ')[2]} is not complete.")
-        entries["warnings"] += [f"{label}: {warning}" for warning in one.meta.get("warnings") or []]
+        entries["warnings"] += [f"{label}: {warning}" for warning in result.meta.get("warnings") or []]
     return _results(table, {"names": labels, **compared}, compared | entries)
 
 
@@ -162,12 +162,12 @@ def _of_groups(
     """The comparison of two groups as results."""
     if "baseline" in settings.model_fields_set:
         raise FulldepthError("baseline has no effect on groups: the second one, --against, is the baseline.")
-    both = [[item] if isinstance(item, str | Path | Results) else list(item) for item in (results, against)]
-    places = [[str(item) if isinstance(item, str | Path) else "A result" for item in group] for group in both]
+    members = [[item] if isinstance(item, str | Path | Results) else list(item) for item in (results, against)]
+    places = [[str(item) if isinstance(item, str | Path) else "A result" for item in group] for group in members]
     labels = settings.names or groups.labels_of(places)
-    if len(labels) != len(both) or len(set(labels)) < len(both) or "" in labels:
+    if len(labels) != len(members) or len(set(labels)) < len(members) or "" in labels:
         raise FulldepthError(f"Two groups have two different names, got {', '.join(labels)!r}.")
-    loaded = [[_readable(item) for item in group] for group in both]
+    loaded = [[_readable(item) for item in group] for group in members]
     kind = _common_kind([*places[0], *places[1]], [*loaded[0], *loaded[1]])
     if kind not in GROUPED:
         raise FulldepthError(f"Groups are of training runs or measurements, got results of kind {kind}.")
@@ -181,7 +181,7 @@ def _of_groups(
 
 def _common_kind(labels: Sequence[str], loaded: Sequence[Results]) -> str:
     """The kind that all results have; raise if they differ."""
-    kinds = [str(one.meta["kind"]) for one in loaded]
+    kinds = [str(result.meta["kind"]) for result in loaded]
     if len(set(kinds)) > 1:
         listed = ", ".join(f"{label} is {KINDS[kind]}" for label, kind in zip(labels, kinds, strict=True))
         advice = " Measure the runs first: fulldepth measure RUN" if "training" in kinds else ""
@@ -192,7 +192,7 @@ def _common_kind(labels: Sequence[str], loaded: Sequence[Results]) -> str:
 
 
 def _results(table: pd.DataFrame, settings: dict[str, Any], entries: dict[str, Any]) -> Results:
-    """A comparison with the first entries of its document."""
+    """Results of kind `comparison` with these settings and entries."""
     return Results(
         table,
         finite({"schema_version": SCHEMA_VERSION, **provenance("comparison", settings, packages=()), **entries}),
@@ -202,15 +202,15 @@ def _results(table: pd.DataFrame, settings: dict[str, Any], entries: dict[str, A
 def _side_by_side(
     measured: list[Results], labels: list[str], first: int, depth: Depth
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """The table and the entries of the document for results of models, not of training runs."""
+    """The table of all models' rows with their differences from the baseline, and the entries of the document."""
     baseline = measured[first]
     tables = []
     kind = baseline.meta["kind"]
     models: list[verdict.Entry] = []
     intervals: dict[tuple[str, str], Interval | None] = {}
-    for index, (one, label) in enumerate(zip(measured, labels, strict=True)):
-        rows = one.table[COLUMNS].assign(model=label, difference=float("nan"), difference_error=float("nan"))
-        meta = one.meta
+    for index, (result, label) in enumerate(zip(measured, labels, strict=True)):
+        rows = result.table[COLUMNS].assign(model=label, difference=float("nan"), difference_error=float("nan"))
+        meta = result.meta
         models.append(
             {
                 "label": label,
@@ -224,14 +224,17 @@ def _side_by_side(
             }
         )
         if index != first:
-            base = counterparts(rows, depth_of(one), baseline.table, depth_of(baseline), depth)
+            base = counterparts(rows, depth_of(result), baseline.table, depth_of(baseline), depth)
             rows["difference"] = rows["value"] - base[:, 0]
-            rows["difference_error"] = difference_errors(one, baseline, depth)
-            models[-1]["paired"] = is_paired(one, baseline)
-            intervals |= {(name, label): step_interval(name, one, baseline) for name in STEPS}
+            rows["difference_error"] = difference_errors(result, baseline, depth)
+            models[-1]["paired"] = is_paired(result, baseline)
+            intervals |= {(name, label): step_interval(name, result, baseline) for name in STEPS}
         tables.append(rows)
     table = pd.concat(tables, ignore_index=True)
-    texts = {"headline": verdict.headline(table, models, intervals), "warnings": verdict.warnings(table, models)}
+    texts = {
+        "headline": verdict.comparison_headline(table, models, intervals),
+        "warnings": verdict.comparison_warnings(table, models),
+    }
     return table, {"models": models, **texts} | ({"of": kind} if kind in ENTRIES else {})
 
 
@@ -250,7 +253,7 @@ def _readable(item: Results | str | Path) -> Results:
 
 
 def _last_step(series: Results) -> Results:
-    """A series as a measurement of its last checkpoint, with a warning that says so."""
+    """Turn a series into a measurement of its last checkpoint, with a warning; return other results as they are."""
     if not series.is_series:
         return series
     step = series.table["step"].max()
