@@ -17,7 +17,7 @@ from fulldepth.reporting.skip import SkipPart, num_layers_of, parts, removals, t
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import of_record
 from fulldepth.results import Results, report
-from fulldepth.results.pages import names, together
+from fulldepth.results.pages import together, unique_names
 from fulldepth.skip.bench import bench
 from fulldepth.skip.curve import curve
 from fulldepth.skip.exports.export import export
@@ -208,8 +208,8 @@ def test_where_the_page_goes(root, tmp_path):
     (tmp_path / "file").write_text("")
     with refused("file"):
         report([root / "out"], tmp_path / "file")
-    assert names([Path("/a/out"), Path("/a/curve")]) == ["out", "curve"]
-    assert names([Path("/a/out"), Path("/b/out")]) == ["a/out", "b/out"]
+    assert unique_names([Path("/a/out"), Path("/a/curve")]) == ["out", "curve"]
+    assert unique_names([Path("/a/out"), Path("/b/out")]) == ["a/out", "b/out"]
 
 
 def pairs(count):

@@ -102,7 +102,7 @@ def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path, named_pa
     assert len(copies) > 5
     assert len(mixed) >= 2, "between the three renames"
     assert without_page, "after the old page was removed"
-    assert all("interrupted while it was written" in str(error) for error in mixed)
+    assert all("Writing was interrupted" in str(error) for error in mixed)
     assert {error.meta["model"]["name"] for error in mixed} == {"model-1.0"}
 
 

@@ -30,7 +30,7 @@ Command = TypeVar("Command", bound=Callable[..., None])
 TEXTS = ("prompt", "text")
 """Parameters that are never paths."""
 NONE = re.compile(r"[;,.:]?\s*None = (.*?)\.?$", re.DOTALL)
-"""The end of a docstring that states the meaning of None."""
+"""Pattern of the end of a docstring that states the meaning of None."""
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file, package:NAME (installed), or Hub name.")

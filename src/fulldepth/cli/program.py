@@ -40,7 +40,7 @@ class Program(typer.core.TyperGroup):
             message = error.format_message()
             if not launch.is_main():
                 _fail(message)
-            launch.report(message)
+            launch.report_error(message)
             raise
 
 
@@ -131,7 +131,7 @@ def _fail(message: str) -> NoReturn:
             sys.exit(0)
         message = f"process {launch.rank()}: {message}"
     console.error(brief(message))
-    launch.report(brief(message))
+    launch.report_error(brief(message))
     sys.exit(2)
 
 

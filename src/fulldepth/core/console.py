@@ -54,7 +54,7 @@ def finish(results: Any, page: Path | None = None) -> None:
     """Print the headline as a short table, the warnings, and the path of the page if there is one.
 
     Args:
-        results: whose headline is printed; with `--json` as it is in `results.json`.
+        results: the results; with `--json` their headline is printed as it is in `results.json`.
         page: path of the page.
     """
     if not launch.is_main():
@@ -112,7 +112,7 @@ def checkpoint(exported: Any, path: Path, rows: Sequence[Sequence[str]]) -> None
     """Print what an exported checkpoint is, its notes, and where it is.
 
     Args:
-        exported: with `parameters`, `size` in words, `logit_error` and `notes`.
+        exported: an export with `parameters`, `size` in words, `logit_error` and `notes`.
         path: its folder or file.
         rows: printed first.
     """

@@ -39,7 +39,7 @@ def local_world() -> int:
     return _number("LOCAL_WORLD_SIZE", world())
 
 
-def report(message: str) -> None:
+def report_error(message: str) -> None:
     """Hand an error to torchrun, which prints it in its last lines; without torchrun, do nothing.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/errors.html.

@@ -69,7 +69,7 @@ def ranks(identities: ArrayLike, seed: int) -> NDArray[np.uint64]:
 
 
 def distinct(identities: ArrayLike) -> NDArray[np.uint64]:
-    """`[n]` the identities, in which the second, third, ... of equal items get others, by their number."""
+    """Identities `[n]` made unique: the second, third, ... of equal items get new ones, derived from their number."""
     items = np.asarray(identities, dtype=np.uint64)
     order = items.argsort(kind="stable")
     ordered = items[order]
@@ -85,9 +85,9 @@ def sample(identities: Sequence[int] | NDArray[np.uint64], limit: int | None, se
     The sample depends on the items and the seed only, not on their order. Equal items are told apart by their number.
 
     Args:
-        identities: of each item, see `identity`.
+        identities: identity of each item, see `identity`.
         limit: most items; None = all.
-        seed: of the sample.
+        seed: seed of the sample.
     """
     if limit is None or len(identities) <= limit:
         return list(range(len(identities)))
@@ -150,7 +150,7 @@ def bootstrap(statistic: Callable[..., Any], *sums: Array, draws: int = DRAWS) -
     Groups are drawn with replacement, one fewer than there are (Rao and Wu 1988, without bias for few groups).
 
     Args:
-        statistic: of the sums over groups, each `[draws, ...]` -> `[draws, ...]`; one array for each of `sums`.
+        statistic: function of the sums over groups, one array `[draws, ...]` for each of `sums`, to `[draws, ...]`.
         sums: per group, `[G, ...]`.
         draws: number of draws.
 
@@ -199,7 +199,7 @@ def measurable(differences: ArrayLike, errors: ArrayLike) -> NDArray[np.bool_]:
     """Which of several differences are measurable: more than 2 standard errors from 0 after Holm's correction.
 
     Args:
-        differences: that one sentence speaks of, `[n]`.
+        differences: the differences that one sentence is about, `[n]`.
         errors: their standard errors, `[n]`; NaN = not measurable.
 
     Source: Holm, "A simple sequentially rejective multiple test procedure" (1979), at the risk of 2 standard errors.

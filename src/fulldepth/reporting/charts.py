@@ -161,7 +161,7 @@ class Figure:
     height: int = 350
     lines: tuple[Line, ...] = ()
     band: tuple[str, str] | None = None
-    """Statistics of the ends of the band around the first line."""
+    """Percentiles at the ends of the band around the first line, as statistics: `p05`, `p95`."""
     previous: str = ""
     """Name of the dotted line that marks the previous layer, l - 1; empty = no such line."""
     maps: tuple[Reading, ...] = ()
@@ -242,7 +242,7 @@ def alone(record: Figure, source: PageSource, group: list[Line], **about: Any) -
         return None
     if record.band:
         below, above = (record.values(group[0], table, layers, end) for end in (low, high))
-        drawn[0] = replace(drawn[0], band=f"{low}–{high}", low=below, high=above)
+        drawn[0] = replace(drawn[0], band=f"{int(low[1:])}th to {int(high[1:])}th percentile", low=below, high=above)
     if record.previous:
         before = PlottedCurve(drawn[0].curve.at, [at - 1.0 for at in drawn[0].curve.at], ["1"] * len(drawn[0].curve.at))
         drawn.append(Drawn(before, record.previous, MUTED, "dot", ".0f"))

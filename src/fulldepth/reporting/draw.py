@@ -207,7 +207,7 @@ def heat(
         quantity: name of the number, for the hover box.
         low: value of the first colour; None = zero, or symmetric if values are negative, up to the largest value.
         high: value of the last colour.
-        difference: whether to use the colour scale of differences.
+        difference: use the colour scale of differences.
         layout: passed on to `figure`.
     """
     rows = [*map(int, cells.index)]

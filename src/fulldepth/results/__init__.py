@@ -15,7 +15,7 @@ from fulldepth.results.folder import (
     holder,
 )
 from fulldepth.results.influences import gathered, groups_entry, groups_of, joined_influences
-from fulldepth.results.pages import Chapter, names, report, write_index
+from fulldepth.results.pages import Chapter, report, unique_names, write_index
 from fulldepth.results.table import COLUMNS, tabulate
 
 __all__ = [
@@ -39,10 +39,10 @@ __all__ = [
     "groups_of",
     "holder",
     "joined_influences",
-    "names",
     "provenance",
     "report",
     "tabulate",
+    "unique_names",
     "versions",
     "write_index",
 ]

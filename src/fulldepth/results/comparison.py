@@ -23,7 +23,7 @@ from fulldepth.results.differences import (
 )
 from fulldepth.results.document import SCHEMA_VERSION, provenance
 from fulldepth.results.folder import Results, claimed, finite
-from fulldepth.results.pages import names
+from fulldepth.results.pages import unique_names
 from fulldepth.results.table import COLUMNS
 from fulldepth.settings.compare import CompareSettings
 from fulldepth.settings.keywords import takes_settings
@@ -117,25 +117,25 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
     if isinstance(results, str | Path | Results) or len(results) < 2:
         raise FulldepthError("A comparison needs at least two result folders.")
     if settings.claims:
-        raise FulldepthError("claims belong to a comparison of groups: compare A/seed-* --against B/seed-*.")
+        raise FulldepthError("claims has no effect without --against: fulldepth compare A/seed-* --against B/seed-*.")
     loaded = [_readable(item) for item in results]
     labels = settings.names
     first = settings.baseline
     if labels is None:
-        labels = names(
+        labels = unique_names(
             [
                 Path(item.meta["model"].get("name") or "model") if isinstance(item, Results) else Path(item).resolve()
                 for item in results
             ]
         )
     if len(labels) != len(results):
-        raise FulldepthError(f"{len(labels)} names were given for {len(results)} results.")
+        raise FulldepthError(f"Got {len(labels)} names for {len(results)} results. Give one name for each result.")
     if len(set(labels)) < len(labels) or "" in labels:
         raise FulldepthError(f"Names must differ from one another and not be empty, got {', '.join(labels)!r}.")
     kind = _common_kind(labels, loaded)
     if kind == "training":
         raise FulldepthError(
-            "Single runs say nothing about their methods: another seed may change as much. Train each method with "
+            "Two single runs cannot be compared: their difference may come from the seed alone. Train each method with "
             "several seeds and give groups: fulldepth compare A/seed-* --against B/seed-* --output cmp/ (measurements "
             "of single runs can be compared: fulldepth measure RUN --data text.txt --output OUT)."
         )
@@ -161,16 +161,16 @@ def _of_groups(
 ) -> Results:
     """The comparison of two groups as results."""
     if "baseline" in settings.model_fields_set:
-        raise FulldepthError("baseline has no effect on groups: the second one, --against, is the baseline.")
+        raise FulldepthError("baseline has no effect with --against, whose group is the baseline.")
     members = [[item] if isinstance(item, str | Path | Results) else list(item) for item in (results, against)]
     places = [[str(item) if isinstance(item, str | Path) else "A result" for item in group] for group in members]
     labels = settings.names or groups.labels_of(places)
     if len(labels) != len(members) or len(set(labels)) < len(members) or "" in labels:
-        raise FulldepthError(f"Two groups have two different names, got {', '.join(labels)!r}.")
+        raise FulldepthError(f"Two groups need two different names, got {', '.join(labels)!r}.")
     loaded = [[_readable(item) for item in group] for group in members]
     kind = _common_kind([*places[0], *places[1]], [*loaded[0], *loaded[1]])
     if kind not in GROUPED:
-        raise FulldepthError(f"Groups are of training runs or measurements, got results of kind {kind}.")
+        raise FulldepthError(f"Groups may hold training runs or measurements, got results of kind {kind}.")
     if kind == "measure":
         loaded = [[_last_step(item) for item in group] for group in loaded]
     first, second = (list(zip(*pair, strict=True)) for pair in zip(places, loaded, strict=True))

@@ -34,7 +34,7 @@ FROM_THE_END = "jump_rate"
 ERROR = "standard_error"
 ERROR_OF = "standard_error_of_"
 TARGET = 0.95
-"""Share of the last layer's accuracy that the effective depth of a headline reaches."""
+"""Share of the last layer's accuracy that defines the effective depth of the headline."""
 
 
 class Interval(NamedTuple):
@@ -51,9 +51,9 @@ class Step(NamedTuple):
     measure: str
     statistic: str
     reached: Callable[[Array], NDArray[np.bool_]]
-    """Values `[..., L]` -> whether a layer reaches the target, `[..., L]`; the number is the first that does."""
+    """Values `[..., L]` -> True where a layer reaches the target, `[..., L]`; the number is the first such layer."""
     number: tuple[str, str]
-    """Measure and statistic of its own row, beside those of its interval (`low_of_`, `high_of_`)."""
+    """Measure and statistic of the row that states the number; its interval is in `low_of_` and `high_of_` rows."""
 
 
 STEPS = {
@@ -133,7 +133,7 @@ def counterparts(
 
 
 def _keyed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """The key columns without missing values, which would not match, and further columns."""
+    """The key columns, with missing values filled so that they match, and further columns."""
     keys = rows[[*KEYS, *columns]].fillna({"site": "", "layer": -1, "other": -1})
     return keys.astype({"layer": np.float64, "other": np.float64})
 
@@ -179,8 +179,9 @@ def _errors(table: pd.DataFrame) -> pd.DataFrame:
 def step_interval(name: str, results: Results, baseline: Results) -> Interval | None:
     r"""95 % interval of the difference of a number of `STEPS`, in layers; None if it is not known.
 
-    Paired: of draws of the same groups for both models, `uncertainty.bootstrap`. With :math:`k_g` times group g, the
-    value of a layer is :math:`\theta + \sum_g (k_g - 1) e_g`. Unpaired: from both intervals, by the square-root rule
+    Paired results: a bootstrap (`uncertainty.bootstrap`) with the same drawn groups for both models. With :math:`k_g`
+    times group g, the value of a layer is :math:`\theta + \sum_g (k_g - 1) e_g`. Unpaired results: computed from both
+    intervals, by the square-root rule
 
     .. math:: d - \sqrt{(\theta - l)^2 + (u_0 - \theta_0)^2}, \quad d + \sqrt{(u - \theta)^2 + (\theta_0 - l_0)^2}.
 
@@ -209,7 +210,7 @@ def step_interval(name: str, results: Results, baseline: Results) -> Interval | 
 
 
 def _sums(results: Results, step: Step) -> Array | None:
-    """`[G, L]`: parts of the groups in the values of layers 1..L, which add up to them; None if a layer lacks them."""
+    """`[G, L]`: each group's additive share of the values of layers 1..L; None if a layer has none."""
     assert results.influences is not None
     theta, influences = (
         frame[

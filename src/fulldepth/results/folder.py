@@ -46,14 +46,14 @@ class TableMismatchError(FulldepthError):
     Args:
         folder: the result folder.
         meta: the document.
-        name: of the file.
+        name: name of the file.
     """
 
     def __init__(self, folder: Path, meta: dict[str, Any], name: str) -> None:
         super().__init__(
             f"The results in {folder} do not belong together: {name} is not the file that {DOCUMENT} was written "
-            "with. The folder was interrupted while it was written, is being written now, or a file was changed. Make "
-            "the results again."
+            "with. Writing was interrupted or is still going on, or a file was changed. Run "
+            "the command again."
         )
         self.meta = meta
 
@@ -181,7 +181,7 @@ class Results:
 
         Args:
             directory: the result folder; results there are replaced (see `claimed`).
-            page: whether to write the page; False for a part of a folder that the caller holds, which is not locked.
+            page: write the page; False for part of a folder that the caller has locked: the folder is then not locked.
             watcher: receives progress, file by file.
 
         Returns:

@@ -24,7 +24,7 @@ from fulldepth.results import verdict
 from fulldepth.results.differences import Depth, counterparts, depth_of
 from fulldepth.results.document import Finding
 from fulldepth.results.folder import Results
-from fulldepth.results.pages import names
+from fulldepth.results.pages import unique_names
 from fulldepth.results.table import COLUMNS
 from fulldepth.results.verdict import Entry, Number
 from fulldepth.settings.measure import SPEED_ONLY
@@ -161,7 +161,7 @@ def compare_groups(
 def labels_of(groups: Sequence[Sequence[str | Path]]) -> list[str]:
     """Labels of groups of folders: the common start of the paths of each group, without the word `seed`."""
     shared = [commonprefix([str(Path(folder).resolve()) for folder in group]) for group in groups]  # noqa: RUF071
-    return names([Path(re.sub(r"[\W_]*(seed)?[\W_]*\d*$", "", text) or "group") for text in shared])
+    return unique_names([Path(re.sub(r"[\W_]*(seed)?[\W_]*\d*$", "", text) or "group") for text in shared])
 
 
 def _members(group: Sequence[tuple[str, Results]]) -> Iterator[Member]:

@@ -99,10 +99,10 @@ def together(folders: Sequence[str | Path]) -> Results:
     paths = [Path(folder) for folder in folders]
     for index, path in enumerate(paths):
         if any(path.resolve() == other.resolve() for other in paths[:index]):
-            raise FulldepthError(f"{path} is named twice.")
+            raise FulldepthError(f"{path} is named twice. Name each folder once.")
     loaded = [
         (label, Results.load(path))
-        for label, path in zip(names([path.resolve() for path in paths]), paths, strict=True)
+        for label, path in zip(unique_names([path.resolve() for path in paths]), paths, strict=True)
     ]
     _check(loaded)
     loaded.sort(key=lambda item: SKIPS.index(item[1].meta["kind"]))
@@ -119,7 +119,7 @@ def together(folders: Sequence[str | Path]) -> Results:
     return Results(rows.reindex(columns=columns).astype(types), document)
 
 
-def names(paths: Sequence[Path]) -> list[str]:
+def unique_names(paths: Sequence[Path]) -> list[str]:
     """Names for paths: their shortest endings that differ from one another; equal paths are numbered."""
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         labels = ["/".join(path.parts[-length:]) for path in paths]

@@ -69,7 +69,9 @@ def read_table(path: Path, required: Sequence[str] = COLUMNS) -> pd.DataFrame:
         if missing := [column for column in required if column not in names]:
             raise FulldepthError(f"{path} lacks the columns {', '.join(missing)}.")
         if len(names) > MOST_COLUMNS or len(set(names)) < len(names):
-            raise FulldepthError(f"Cannot read {path}: it has {len(names):,} columns, or one of them twice.")
+            raise FulldepthError(
+                f"Cannot read {path}: it has {len(names):,} columns (at most {MOST_COLUMNS}), or a column twice."
+            )
         if not (0 <= rows <= MOST_ROWS and 0 <= size <= MOST_BYTES):
             raise FulldepthError(
                 f"Cannot read {path}: it declares {rows:,} rows and {size:,} bytes of values, at most {MOST_ROWS:,} "

@@ -73,7 +73,7 @@ from fulldepth.hf import (
     packaged,
 )
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.results import Finding, Results, claimed, finite, names, provenance, tabulate
+from fulldepth.results import Finding, Results, claimed, finite, provenance, tabulate, unique_names
 from fulldepth.settings import command_line
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.keywords import takes_settings
@@ -239,7 +239,7 @@ def _opened(
     if files[0] is not None and any(files[1:]):
         opened.insert(1, (LlamaCpp(files[0]), f"{opened[0][1]} (llama.cpp)", {}, True))
     opened.sort(key=lambda each: isinstance(each[0], LlamaCpp))
-    labels = names([Path(name) for _, name, *_ in opened])
+    labels = unique_names([Path(name) for _, name, *_ in opened])
     return [BenchedModel(label, *each) for label, each in zip(labels, opened, strict=True)]
 
 
