@@ -20,7 +20,7 @@ from fulldepth.evaluation import evaluate
 from fulldepth.evaluation.embedding import Embedder
 from fulldepth.evaluation.quality import diversity, mean_of
 from fulldepth.hf import packaged
-from fulldepth.reporting.evaluation import tables
+from fulldepth.reporting.evaluation import task_tables
 from fulldepth.reporting.source import PageSource
 from refusals import refused
 
@@ -85,7 +85,7 @@ def values(results):
 
 def columns(results):
     """Of the page's table of generated text."""
-    (table,) = tables(PageSource(results.table, results.meta))["text"]
+    (table,) = task_tables(PageSource(results.table, results.meta))["text"]
     return list(table.columns)
 
 

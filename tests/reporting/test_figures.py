@@ -150,7 +150,7 @@ def test_gaps_are_gaps_and_not_words(kind, removed):
     if "difference" in table:
         table["difference"] = table["value"] - 1
     made = page.payload(table, results.meta)
-    page.embed(made["figures"])  # refuses NaN
+    page.embedded_json(made["figures"])  # refuses NaN
     texts = [text.lower() for name in ("figures", "story", "cards", "profiles") for text in strings(made[name])]
     assert not [text for text in texts if {"nan", "inf", "-inf"} & set(text.replace(":", " ").split())]
     assert bool(made["figures"]) is (removed < 1)
@@ -189,7 +189,7 @@ def test_every_figure_of_a_kind_has_a_name_of_its_own_and_a_section_that_is_ther
     placed = [slot[0] for section in arranged for slot in (*section["slots"], *section["folded"])]
     assert sorted(placed) == sorted(names)
     assert "further" not in {section["id"] for section in arranged}
-    assert kind.first in {"", *(section["id"] for section in page.texts()["sections"][kind.sections])}
+    assert kind.first in {"", *(section["id"] for section in page.page_texts()["sections"][kind.sections])}
 
 
 def test_formulas_are_html():

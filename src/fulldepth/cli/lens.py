@@ -31,12 +31,12 @@ def _show(cells: pd.DataFrame) -> None:
     beside = max(1, (screen.width - 7) // (WIDTH + 2))
     tokens = cells.drop_duplicates("position").set_index("position")["token"]
     for start in range(1, len(tokens) + 1, beside):
-        shown = cells[cells["position"].between(start, start + beside - 1)]
+        screenful = cells[cells["position"].between(start, start + beside - 1)]
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
         table.add_column("Layer", justify="right", style="dim")
-        for position in dict.fromkeys(shown["position"]):
+        for position in dict.fromkeys(screenful["position"]):
             table.add_column(_written(tokens[position]), no_wrap=True)
-        for layer, row in sorted(shown.groupby("layer"), reverse=True):
+        for layer, row in sorted(screenful.groupby("layer"), reverse=True):
             styles = (_shade(probability) for probability in row["probability"])
             tops = map(Text, map(_written, row["top_token"]), styles)
             table.add_row(str(layer), *tops)

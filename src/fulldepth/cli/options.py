@@ -28,9 +28,9 @@ from fulldepth.settings.layers import kinds, members
 
 Command = TypeVar("Command", bound=Callable[..., None])
 TEXTS = ("prompt", "text")
-"""Parameters that are no paths."""
+"""Parameters that are never paths."""
 NONE = re.compile(r"[;,.:]?\s*None = (.*?)\.?$", re.DOTALL)
-"""The end of a docstring that states the meaning of None."""
+"""Pattern of the end of a docstring that states the meaning of None."""
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file, package:NAME (installed), or Hub name.")
@@ -74,20 +74,20 @@ def command(
 
     Args:
         app: the program, or one of its groups.
-        name: of the command.
+        name: name of the command.
         settings: the class whose fields become options.
         recipes: the verb whose recipes the command reads, from its argument `recipe` (which `KEY=VALUE` arguments may
             follow) if the function has such a parameter, else from the option `--recipe`. None = no recipes.
-        headline: whether the command prints a headline, which gives it the option `--json`.
+        headline: True if the command prints a headline, which gives it the option `--json`.
         parser: class of the command; None = typer's own.
     """
 
     def add(function: Command) -> Command:
         hints = get_type_hints(function, include_extras=True)
-        own = inspect.signature(function).parameters
+        accepted = inspect.signature(function).parameters
         fields: dict[str, tuple[FieldInfo, str]] = {}  # name -> field and panel of the settings that have an option
         if settings is not None:
-            panels = [(panel, name) for panel, chosen in settings.options.items() for name in chosen]
+            panels = [(panel, name) for panel, field_names in settings.options.items() for name in field_names]
             fields = {name: (settings.model_fields[name], panel) for panel, name in panels}
 
         def run(**values: Any) -> None:
@@ -99,23 +99,23 @@ def command(
             )
             as_json = values.pop("as_json", False)
             if settings is not None:
-                chosen = {key: value for key in fields if (value := values.pop(key)) is not None}
+                option_values = {key: value for key in fields if (value := values.pop(key)) is not None}
                 assigned = [*(values.pop("changes", None) or []), *(values.pop("assigned") or [])]
-                changes = merge(chosen, at_home(assignments(assigned)))
+                changes = merge(option_values, at_home(assignments(assigned)))
                 recipe = read(values["recipe"], recipes or "") if values.get("recipe") else {}
                 values["settings"] = layer(settings, recipe, changes)
             with console.json_on_stdout() if as_json else nullcontext():
-                function(**{key: value for key, value in values.items() if key in own})
+                function(**{key: value for key, value in values.items() if key in accepted})
 
         entries: dict[str, tuple[Any, Any]] = {}  # name -> (annotation, default)
-        for key, parameter in own.items():
+        for key, parameter in accepted.items():
             if key != "settings":
                 entries[key] = hints[key], parameter.default
                 continue
-            if "recipe" in own:
+            if "recipe" in accepted:
                 entries["changes"] = Changes, None
-            entries |= {name: (_option(name, *field, "recipe" in own), None) for name, field in fields.items()}
-            if recipes is not None and "recipe" not in own:
+            entries |= {name: (_option(name, *field, "recipe" in accepted), None) for name, field in fields.items()}
+            if recipes is not None and "recipe" not in accepted:
                 text = f"YAML file of settings, or a shipped recipe: {', '.join(names(recipes))}."
                 option = typer.Option(help=text, autocompletion=starting(names(recipes)))
                 entries["recipe"] = Annotated[str | None, option], None
@@ -138,7 +138,7 @@ def command(
 LOCAL = ("model", "original", "exports", "data", "heldout", "plan")
 """Parameters that name models, data or plans."""
 ENDINGS = (".txt", ".jsonl", ".tsv", ".parquet", ".json", ".gguf", ".yaml")
-"""Endings of files, which names of the Hub do not have."""
+"""Endings that mark a name as a file: names on the Hub do not have them."""
 OURS = [
     *("results.*", "groups.parquet", "report.html", "plan.json", "progress.json", "settings.yaml", "responses.jsonl"),
     *("answers", "steps", "measure", "search", "run", "tokenizer", "*.lock", ".*"),
@@ -151,15 +151,15 @@ def check_arguments(values: Mapping[str, Any], results: bool) -> None:
 
     Args:
         values: parameter -> its value.
-        results: whether the output is a result folder, which may exist.
+        results: True if the output is a result folder, which may exist.
 
     Raises:
-        FulldepthError: naming the path.
+        FulldepthError: names the path.
     """
     named = [value for key in LOCAL if (value := values.get(key)) is not None]
-    for one in (one for value in named for one in (value if isinstance(value, list) else [value])):
-        text = str(one)
-        is_path = isinstance(one, Path) or text.startswith(("/", "./", "../")) or text.endswith(ENDINGS)
+    for argument in (argument for value in named for argument in (value if isinstance(value, list) else [value])):
+        text = str(argument)
+        is_path = isinstance(argument, Path) or text.startswith(("/", "./", "../")) or text.endswith(ENDINGS)
         if is_path and ":" not in text and not Path(text).exists():
             raise FulldepthError(f"There is no file or folder {one_line(text, 300)}.")
     output = values.get("output")
@@ -175,9 +175,9 @@ def check_arguments(values: Mapping[str, Any], results: bool) -> None:
 
 
 def at_home(value: Any) -> Any:
-    """The value with paths that begin with `~` in the home folder, also inside lists and mappings.
+    """Replace a leading `~` of paths and texts by the home folder, also inside lists and mappings.
 
-    A shell leaves `~` in quotes, and after `=`, as it is; libraries that write files differ.
+    A shell does not replace `~` in quotes or after `=`, and libraries that write files do not agree on it.
     """
     if isinstance(value, dict):
         return {key: at_home(inner) for key, inner in value.items()}
@@ -190,19 +190,20 @@ def at_home(value: Any) -> Any:
 
 def _option(name: str, field: FieldInfo, panel: str, negatable: bool) -> Any:
     """Annotation of a Typer option; `negatable` if a recipe may set the default, so that `--no-...` is needed."""
-    found = kinds(field.annotation)
+    value_kinds = kinds(field.annotation)
     flag = f"--{name.replace('_', '-')}"
-    kind = found.pop() if len(found) == 1 and found <= {bool, int, float} else str  # lists and unions are text
+    is_scalar = len(value_kinds) == 1 and value_kinds <= {bool, int, float}
+    kind = value_kinds.pop() if is_scalar else str  # lists and unions are text
     flags = [f"{flag}/--no-{flag[2:]}" if kind is bool and (negatable or field.default is not False) else flag]
-    chosen = _choices(field.annotation)
-    complete = starting(chosen) if chosen else None
+    choices = _choices(field.annotation)
+    complete = starting(choices) if choices else None
     return Annotated[
         kind | None, typer.Option(*flags, help=_help(field), rich_help_panel=panel, autocompletion=complete)
     ]
 
 
 def starting(choices: Iterable[str]) -> Callable[[str], list[str]]:
-    """The function by which the shell completes a word to one of the choices."""
+    """A completion function for the shell, which completes a word to one of the choices."""
     return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
 
 
@@ -213,7 +214,7 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def _help(field: FieldInfo) -> str:
-    """The docstring, with the choices that it does not name, and the default in brackets."""
+    """Help text of an option: the setting's docstring, choices that it does not name, and the default in brackets."""
     text = " ".join((field.description or "").split())
     default = field.get_default(call_default_factory=True)
     stated = NONE.search(text) if default is None else None

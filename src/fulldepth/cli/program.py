@@ -27,20 +27,20 @@ class Program(typer.core.TyperGroup):
     """The group of all commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the arguments name; the name may consist of two words."""
+        """Return the command that the arguments name; the name may be one word or two."""
         if len(args) > 1 and f"{args[0]} {args[1]}" in self.commands:
             args = [f"{args[0]} {args[1]}", *args[2:]]
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; of several processes the first alone shows a mistake in its arguments."""
+        """Run the command. Of several processes, only the first reports a mistake in the arguments."""
         try:
             return super().invoke(ctx)
         except TyperException as error:
             message = error.format_message()
             if not launch.is_main():
                 _fail(message)
-            launch.report(message)
+            launch.report_error(message)
             raise
 
 
@@ -59,8 +59,8 @@ app = typer.Typer(
 DEBUG = {"on": False}
 """Set by `--debug`: errors show their traceback."""
 RUNNING: dict[str, Any] = {}
-"""Of the running command: `resumable`, whether it has the option `--resume`; `output`, the folder that it fills; and
-`overwrites`, whether it may replace results there."""
+"""State of the running command: `resumable` (it has the option `--resume`), `output` (its result folder), and
+`overwrites` (it may replace results there)."""
 
 ENDINGS = {130: "Interrupted", 128 + signal.SIGTERM: "Terminated", 129: "Hung up"}
 """Exit code of a signal -> message."""
@@ -123,21 +123,21 @@ def main() -> None:
 def _fail(message: str) -> NoReturn:
     """Print an error, hand it to torchrun, and exit with 2.
 
-    Of several processes the first one does so for errors that all share. The others wait for it and exit with 0,
-    because torchrun describes each process that fails in seven lines, and fails itself if one does.
+    Of several processes, only the first reports an error that all share. The others wait for it and exit with 0,
+    because torchrun prints seven lines for each process that fails; it fails if any process does.
     """
     if not launch.is_main():
         if launch.first_has_reported(PATIENCE):
             sys.exit(0)
         message = f"process {launch.rank()}: {message}"
     console.error(brief(message))
-    launch.report(brief(message))
+    launch.report_error(brief(message))
     sys.exit(2)
 
 
 def _is_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C caused an error: outside of the command, or inside a class or library that raises another one."""
-    seen: set[int] = set()  # a library that raises an earlier error again can close a circle
+    """Return True if Ctrl-C caused an error, also if a library caught it and raised another error."""
+    seen: set[int] = set()  # the chain has a cycle if a library raises an earlier error again
     while error is not None and id(error) not in seen and not isinstance(error, KeyboardInterrupt):
         seen.add(id(error))
         error = error.__cause__ or error.__context__
@@ -162,7 +162,7 @@ def _end(code: int, message: str) -> NoReturn:
 
 
 def is_saved(output: Path) -> bool:
-    """Whether the results of the running command are in their folder: at most their page is missing."""
+    """Return True if the results of the running command are saved; at most their page is missing."""
     from fulldepth.results import DOCUMENT
 
     return (output / DOCUMENT).is_file()

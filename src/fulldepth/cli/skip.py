@@ -50,7 +50,7 @@ def search_command(
     heldout: Heldout = None,
     generate_responses: Annotated[
         int | None,
-        typer.Option(help="First let the model answer this many prompts, as in the paper.", rich_help_panel=DATA),
+        typer.Option(help="Let the model first answer this many prompts, as in the paper.", rich_help_panel=DATA),
     ] = None,
     temperature: Annotated[
         float, typer.Option(help="Temperature of these responses; 0 = greedy.", rich_help_panel=DATA)
@@ -102,14 +102,14 @@ def apply_command(
     format: Annotated[
         str,
         typer.Option(
-            help="folded: an ordinary checkpoint of the same class, loads anywhere, no faster. fast: the blocks are "
-            "gone from disk, memory and cache; carries its code. decilm: the same in the layout of vLLM and llama.cpp. "
-            "layer: whole layers gone, for plans of that granularity. gguf: one file that llama.cpp runs, from a MODEL "
-            "that is one; --output names it (small.gguf)."
+            help="folded: an ordinary checkpoint of the same class; loads anywhere, no faster. fast: without the "
+            "blocks on disk, in memory and in the cache; carries its code. decilm: the same in the layout of vLLM and "
+            "llama.cpp. layer: without whole layers, for plans of that granularity. gguf: one file for llama.cpp, from "
+            "a MODEL that is a GGUF file; --output names it (small.gguf)."
         ),
     ] = "folded",
 ) -> None:
-    """Make a checkpoint from a plan, and rename it into place after its logits were checked in a fresh process.
+    """Make a checkpoint from a plan. Its logits are checked in a fresh process before it gets its name.
 
     Example: `fulldepth skip apply out/plan.json MODEL --format fast --output fast/`
     """
@@ -135,13 +135,13 @@ def heal_command(
         ),
     ] = None,
 ) -> None:
-    """Heal a plan's model, and write an ordinary checkpoint with a page that says what healing brought.
+    """Heal a plan's model, and write an ordinary checkpoint with a page on what healing gained.
 
-    First without training: the output projections that stay, from the last before a removed block on, are refitted by
-    least squares, so that the stream is as in the original. Then distillation from the original (`--steps 0` leaves it
-    out), with the original trained in the same way as a control. Before the work, every export is tried with a few of
-    the layers. If the GGUF file fails nevertheless, the healed checkpoint is kept: the same command, with another
-    --gguf-type if that is the reason, writes the file alone and does not heal again.
+    First without training: from the last output projection before a removed block on, the remaining ones are refitted
+    by least squares, so that the stream matches the original's. Then by distillation from the original (`--steps 0`
+    leaves it out); the original is trained in the same way as a control. Before the work, every export is tried with a
+    few of the layers. If writing the GGUF file fails nevertheless, the healed checkpoint is kept. Run the same command
+    again, with another --gguf-type if that was the reason, to write the file without healing again.
 
     Example: `fulldepth skip heal out/plan.json MODEL --data text.jsonl --output healed/`
     """
@@ -164,8 +164,8 @@ def curve_command(
 ) -> None:
     """Remove blocks one by one and show the cost of each: loss, divergence, changed predictions, break point.
 
-    The break point is the number of blocks up to which the loss grows in a straight line that ends in a kink, with its
-    confidence; a curve that bends smoothly has none. It does not depend on --blocks.
+    The break point is the number of blocks up to which the loss grows along a straight line that ends in a kink. It
+    has a 95 % interval and does not depend on --blocks; a curve that bends smoothly has none.
 
     Example: `fulldepth skip curve MODEL --data text.txt --blocks 12 --output curve/`
     """

@@ -1,1 +1,1 @@
-"""What every package uses: errors, files, progress, the console, processes and threads, uncertainty."""
+"""Modules that every package uses: errors, files, progress, the console, processes and threads, uncertainty."""

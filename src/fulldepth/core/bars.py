@@ -37,7 +37,7 @@ def watching(progress: bool | None = True) -> Iterator[Watcher]:
         progress: True = a bar in a terminal, elsewhere lines; None = the same in a terminal or a notebook, elsewhere
             nothing; False = nothing. Under torchrun only the first process shows anything.
     """
-    terminal = Console(file=sys.stderr)  # of now: libraries that are silenced get others
+    terminal = Console(file=sys.stderr)  # the current stderr, which silenced libraries do not see
     seen = terminal.is_terminal or terminal.is_jupyter
     if not launch.is_main() or progress is False or (progress is None and not seen):
         yield Watcher()
@@ -99,8 +99,9 @@ class LogLines:
         self._start = self._written = self.clock()
 
     def advance(self, done: int) -> None:
-        """Write a line if one is due, and at the end of a task that had lines; the remaining time is that of the
-        average step so far.
+        """Write a line if one is due, and at the end of a task long enough to have lines.
+
+        The remaining time is estimated from the average step so far.
         """
         self.done += done
         now = self.clock()

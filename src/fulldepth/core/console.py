@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fulldepth.core import launch
-from fulldepth.core.errors import one_line
+from fulldepth.core.errors import one_line, rounded
 
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 
@@ -54,7 +54,7 @@ def finish(results: Any, page: Path | None = None) -> None:
     """Print the headline as a short table, the warnings, and the path of the page if there is one.
 
     Args:
-        results: whose headline is printed; with `--json` as it is in `results.json`.
+        results: the results; with `--json` their headline is printed as it is in `results.json`.
         page: path of the page.
     """
     if not launch.is_main():
@@ -87,9 +87,9 @@ def _headline(results: Any) -> list[tuple[str, str, str]]:
     """
     rows = []
     for name, entry in sorted(results.headline.items(), key=lambda item: ":" in item[0]):
-        value = "-" if entry["value"] is None else _rounded(entry["value"])
+        value = "-" if entry["value"] is None else rounded(entry["value"])
         if entry.get("interval") is not None:
-            value += " ({} to {})".format(*map(_rounded, entry["interval"]))
+            value += " ({} to {})".format(*map(rounded, entry["interval"]))
         elif entry.get("standard_error") is not None:
             value += f" ± {entry['standard_error']:.2g}"
         unit = entry.get("unit", "1")
@@ -103,11 +103,6 @@ def _headline(results: Any) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _rounded(value: float) -> str:
-    """A number in four digits, without an exponent where it is large: `0.1282`, `12.5`, `51,200`."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
 def line(text: str) -> None:
     """Print one plain line to stdout."""
     Console().print(text, **PLAIN)
@@ -117,7 +112,7 @@ def checkpoint(exported: Any, path: Path, rows: Sequence[Sequence[str]]) -> None
     """Print what an exported checkpoint is, its notes, and where it is.
 
     Args:
-        exported: with `parameters`, `size` in words, `logit_error` and `notes`.
+        exported: an export with `parameters`, `size` in words, `logit_error` and `notes`.
         path: its folder or file.
         rows: printed first.
     """

@@ -37,7 +37,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the first process, which prints and writes."""
+        """True for the first process, which prints and writes."""
         return self.rank == 0
 
     def device(self, requested: str | None) -> str | None:
@@ -122,7 +122,7 @@ def processes(device: str | None = None) -> Iterator[Processes]:
 
 
 def current() -> Processes:
-    """This process in the default process group; a single process if there is no group."""
+    """Return rank and group of this process in the default process group; a single process if there is no group."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return Processes()
     return Processes(distributed.get_rank(), distributed.get_world_size(), launch.local_rank())

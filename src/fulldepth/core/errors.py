@@ -1,4 +1,4 @@
-"""`FulldepthError` for errors that users can correct, and helpers for its messages."""
+"""`FulldepthError` for errors that users can correct, and helpers for the texts that users read."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ MORE = 40
 
 
 class FulldepthError(ValueError):
-    """States the value, what was expected, and the choices. The command line prints it and exits with status 2."""
+    """An error that the user can correct. Its message states the value, what was expected, and the choices.
+
+    The command line prints the message and exits with status 2.
+    """
 
 
 class StoppedError(FulldepthError):
-    """A run that SIGTERM ended after it saved what it had. The command line exits with the status of that signal."""
+    """SIGTERM ended a run after it saved its state. The command line exits with the status of that signal."""
 
 
 @contextmanager
 def needing(package: str, extra: str, purpose: str) -> Iterator[None]:
-    """Explain a failed import inside `with`, of a package that is not always installed.
+    """Turn a failed import inside `with` into advice to install an optional package.
 
     Args:
-        package: its name.
-        extra: of fulldepth, that installs it.
-        purpose: what needs it, as the subject of a sentence.
+        package: name of the package.
+        extra: the extra of fulldepth that installs it.
+        purpose: what needs the package, as the subject of a sentence.
 
     Raises:
-        FulldepthError: if it is absent.
+        FulldepthError: if the package is absent.
     """
     try:
         yield
@@ -71,25 +74,31 @@ def one_line(text: object, most: int = 400) -> str:
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
+def rounded(value: float, form: str = ".4g") -> str:
+    """A number in Python's format `form`, from 1,000 on with thousands separators: `0.1282`, `12.5`, `51,200`."""
+    sign = "+" if form.startswith("+") else ""
+    return f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{form}}"
+
+
 def brief(message: str, most: int = 950) -> str:
     """A message of several lines in at most `most` characters, with the number of omitted lines."""
     lines = [one_line(line, most) for line in message[: 100 * most].splitlines()]
-    shown: list[str] = []
+    printed: list[str] = []
     for line in lines:
-        room = most - sum(len(shown_line) + 1 for shown_line in shown) - MORE
-        if shown and len(line) > room:
-            return "\n".join([*shown, f"... and {len(lines) - len(shown):,} lines more."])
-        shown.append(line)
-    return "\n".join(shown)
+        room = most - sum(len(shown_line) + 1 for shown_line in printed) - MORE
+        if printed and len(line) > room:
+            return "\n".join([*printed, f"... and {len(lines) - len(printed):,} lines more."])
+        printed.append(line)
+    return "\n".join(printed)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error of the system, or of a library that wraps it, means that the disk is full."""
+    """Return True if an error of the system, or of a library that wraps it, means that the disk is full."""
     return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that CPU or accelerator memory ran out (torch has no single class for it)."""
+    """Return True if an error means that CPU or accelerator memory ran out (torch has no single class for it)."""
     names = {base.__name__ for base in type(error).__mro__}
     phrases = ("not enough memory", "can't allocate memory", "out of memory")
     return bool({"MemoryError", "OutOfMemoryError"} & names) or any(phrase in str(error) for phrase in phrases)

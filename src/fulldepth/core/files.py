@@ -194,7 +194,7 @@ def _finite(text: str) -> float:
 
 
 def _is_shallow(value: Any) -> bool:
-    """Whether lists and mappings are nested at most `MOST_DEPTH` deep, without recursion."""
+    """Return True if lists and mappings are nested at most `MOST_DEPTH` deep. Does not recurse."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         inner = [list(v.values()) if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
@@ -285,19 +285,19 @@ def check_outside(output: str | Path | None, *data: Any) -> None:
     """Refuse an output folder that is, or lies in, a folder of data: results there would be read as data.
 
     Args:
-        output: the folder; None is none.
-        data: data arguments; those that are no folder are passed over.
+        output: the folder; None = no output.
+        data: data arguments; arguments that are not folders are ignored.
 
     Raises:
-        FulldepthError: naming both.
+        FulldepthError: names the output and the folder of data.
     """
-    for one in data if output is not None else ():
-        if isinstance(one, str | Path) and Path(one).is_dir():
-            folder = Path(one).resolve()
+    for source in data if output is not None else ():
+        if isinstance(source, str | Path) and Path(source).is_dir():
+            folder = Path(source).resolve()
             target = Path(str(output)).resolve()
             if target == folder or folder in target.parents:
                 raise FulldepthError(
-                    f"The output {output} lies in the folder of the data, {one}, so results there would be read as "
+                    f"The output {output} lies in the folder of the data, {source}, so results there would be read as "
                     "data. Choose an output outside of it."
                 )
 

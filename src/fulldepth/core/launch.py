@@ -1,4 +1,4 @@
-"""This process's rank and world size from torchrun's environment variables, without torch."""
+"""Reads rank and world size of this process from torchrun's environment variables, without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this process prints and writes; under torchrun only the first one."""
+    """Return True if this process prints and writes; under torchrun only the first one does."""
     return rank() == 0
 
 
@@ -39,7 +39,7 @@ def local_world() -> int:
     return _number("LOCAL_WORLD_SIZE", world())
 
 
-def report(message: str) -> None:
+def report_error(message: str) -> None:
     """Hand an error to torchrun, which prints it in its last lines; without torchrun, do nothing.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/errors.html.
@@ -53,13 +53,13 @@ def report(message: str) -> None:
 
 
 def first_has_reported(seconds: float) -> bool:
-    """Wait until the first process of this machine has handed its error to torchrun, for at most so many seconds.
+    """Wait at most `seconds` until the first process of this machine has handed its error to torchrun.
 
     Returns:
-        Whether it has.
+        True if it has.
     """
-    own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "none"))
-    first = own.parent.parent / "0" / own.name  # the folders of error files have the local ranks as names
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "none"))
+    first = error_file.parent.parent / "0" / error_file.name  # the folders of error files have the local ranks as names
     waited = 0.0
     while not (seen := local_rank() > 0 and first.is_file()) and waited < seconds:
         time.sleep(STEP)

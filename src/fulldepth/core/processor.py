@@ -1,4 +1,4 @@
-"""Tells whether this processor multiplies in bfloat16. Some announce instructions (AMX) that a process may not use."""
+"""Finds out whether bfloat16 products work. Some processors announce instructions (AMX) that end a process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PROBE = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); print(flo
 
 
 def has_bfloat16() -> bool:
-    """Whether products in bfloat16 have instructions of their own here, and end well: then they are faster."""
+    """Return True if this processor has instructions for bfloat16 products that work; they are then faster."""
     return _announces_bfloat16() and failing_bfloat16() is None
 
 
 @cache
 def failing_bfloat16() -> tuple[str, str | None] | None:
-    """How a process that multiplies in bfloat16 ends here, and the value of `LIMIT` with which it does not.
+    """How a bfloat16 product ends its process on this machine, and the value of `LIMIT` that prevents it (None = none).
 
-    None if it ends well. The products run in child processes, once, and only where the processor announces
+    Returns None if the product works. The products run in child processes, once, and only if the processor announces
     instructions for them.
     """
     if not _announces_bfloat16() or (ending := _ending(dict(os.environ))) is None:
@@ -36,10 +36,10 @@ def failing_bfloat16() -> tuple[str, str | None] | None:
 
 
 def check_bfloat16() -> None:
-    """Refuse products in bfloat16 on a processor that ends the process for them.
+    """Refuse bfloat16 on a processor on which such products end the process.
 
     Raises:
-        FulldepthError: with what helps.
+        FulldepthError: states a remedy.
     """
     if (failing := failing_bfloat16()) is None:
         return

@@ -19,12 +19,12 @@ class Watcher:
 
 
 def without_repeats(watcher: Watcher) -> Watcher:
-    """A watcher that passes every line on once, for work that is repeated, such as that on every checkpoint."""
-    said: set[str] = set()
+    """A watcher that passes on each distinct line once, for work that repeats, such as measuring every checkpoint."""
+    passed_on: set[str] = set()
 
     def say(line: str) -> None:
-        if line not in said:
-            said.add(line)
+        if line not in passed_on:
+            passed_on.add(line)
             watcher.say(line)
 
     return replace(watcher, say=say)

@@ -1,4 +1,4 @@
-"""Labels: the ignore value, and the shift from labels to next-token targets."""
+"""Defines the ignored label, and shifts labels to next-token targets."""
 
 from torch import Tensor
 from torch.nn.functional import pad

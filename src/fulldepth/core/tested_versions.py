@@ -1,4 +1,4 @@
-"""Versions of the libraries whose interface fulldepth uses that were tested: those that its own metadata allows."""
+"""Compares installed libraries with the versions that fulldepth was tested with, as stated in its metadata."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def ranks(identities: ArrayLike, seed: int) -> NDArray[np.uint64]:
 
 
 def distinct(identities: ArrayLike) -> NDArray[np.uint64]:
-    """`[n]` the identities, in which the second, third, ... of equal items get others, by their number."""
+    """Identities `[n]` made unique: the second, third, ... of equal items get new ones, derived from their number."""
     items = np.asarray(identities, dtype=np.uint64)
     order = items.argsort(kind="stable")
     ordered = items[order]
@@ -89,9 +89,9 @@ def sample(identities: Sequence[int] | NDArray[np.uint64], limit: int | None, se
     The sample depends on the items and the seed only, not on their order. Equal items are told apart by their number.
 
     Args:
-        identities: of each item, see `identity`.
+        identities: identity of each item, see `identity`.
         limit: most items; None = all.
-        seed: of the sample.
+        seed: seed of the sample.
     """
     if limit is None or len(identities) <= limit:
         return list(range(len(identities)))
@@ -154,7 +154,7 @@ def bootstrap(statistic: Callable[..., Any], *sums: Array, draws: int = DRAWS) -
     Groups are drawn with replacement, one fewer than there are (Rao and Wu 1988, without bias for few groups).
 
     Args:
-        statistic: of the sums over groups, each `[draws, ...]` -> `[draws, ...]`; one array for each of `sums`.
+        statistic: function of the sums over groups, one array `[draws, ...]` for each of `sums`, to `[draws, ...]`.
         sums: per group, `[G, ...]`.
         draws: number of draws.
 
@@ -174,9 +174,9 @@ def bootstrap(statistic: Callable[..., Any], *sums: Array, draws: int = DRAWS) -
 def crossing(sums: ArrayLike, weights: ArrayLike) -> tuple[int, int] | None:
     """95 % interval of the first index at which a mean is at most 0, such as the first layer that is good enough.
 
-    From the first index whose mean is not above 0 by more than its error, to the first whose mean is below 0 by more
-    than its error. It holds the true index in 95 % of samples also where the means stay near 0 over many indices, where
-    a bootstrap does not (0.88 in simulations), because the first index that crosses by noise wins in every draw.
+    The interval starts at the first index whose mean is not measurably above 0, and ends at the first index whose mean
+    is measurably below 0. It holds the true index in 95 % of samples, also if the means stay near 0 over many indices.
+    A bootstrap holds it in 88 % of simulations then: the first index that crosses by noise wins in every draw.
 
     Args:
         sums: per group, `[G, L]`.
@@ -203,7 +203,7 @@ def measurable(differences: ArrayLike, errors: ArrayLike) -> NDArray[np.bool_]:
     """Which of several differences are measurable: more than 2 standard errors from 0 after Holm's correction.
 
     Args:
-        differences: that one sentence speaks of, `[n]`.
+        differences: the differences that one sentence is about, `[n]`.
         errors: their standard errors, `[n]`; NaN = not measurable.
 
     Source: Holm, "A simple sequentially rejective multiple test procedure" (1979), at the risk of 2 standard errors.
@@ -216,8 +216,9 @@ def measurable(differences: ArrayLike, errors: ArrayLike) -> NDArray[np.bool_]:
 
 
 def holm(p: ArrayLike) -> Array:
-    """`[n]` p values of several tests after Holm's correction: their number times the smallest, one fewer times the
-    next, and so on, never below the one before. NaN counts as 1.
+    """Holm-adjusted p values `[n]`: the smallest p times n, the next times n - 1, and so on, made non-decreasing.
+
+    NaN counts as 1; adjusted values are at most 1.
 
     Source: Holm, "A simple sequentially rejective multiple test procedure" (1979).
     """
@@ -245,8 +246,9 @@ class PairedTest(NamedTuple):
         return np.asarray(self.mean + scipy.special.stdtrit(self.pairs - 1.0, share) * self.error)
 
     def p(self, claim: str | None = None) -> Array:
-        """The p value of the claim that the true mean is `greater` or `less` than 0; None = of a two-sided test. NaN
-        where the differences are equal.
+        """The p value of the claim that the true mean is `greater` or `less` than 0; None = two-sided.
+
+        NaN where all differences are equal.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             t = np.where(self.error > 0, self.mean / self.error, np.nan)
@@ -279,7 +281,7 @@ def paired_test(differences: ArrayLike) -> PairedTest:
 
 
 def advisable(lead: float | None, error: float | None) -> bool:
-    """The gate of all advice: whether a model leads a constant prediction by more than 2 standard errors.
+    """Return True if a model beats a constant prediction by more than 2 standard errors; only then is advice given.
 
     Args:
         lead: quality of the model minus that of the constant prediction, on the same samples; None if unknown.
@@ -315,7 +317,7 @@ class Ratio(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether the interval does not hold 1; False where it is not known."""
+        """True if the interval does not contain 1; False if there is no interval."""
         return self.low > 1 or self.high < 1
 
 

@@ -18,7 +18,7 @@ from fulldepth.core.files import reading
 from fulldepth.core.progress import Watcher, without_repeats
 from fulldepth.data import Sequences, Source
 from fulldepth.hf import find_checkpoints, has_weights, packaged, trained_steps
-from fulldepth.results import COLUMNS, DOCUMENT, GROUPS, PAGE, TABLE, Results, joined
+from fulldepth.results import COLUMNS, DOCUMENT, GROUPS, PAGE, TABLE, Results, joined_influences
 from fulldepth.settings.measure import SPEED_ONLY, MeasureSettings
 
 NOT_READ = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".md", ".log"}
@@ -226,7 +226,7 @@ def combine(parts: Sequence[tuple[SeriesPoint, Results]]) -> Results:
     if len({part.meta["data"]["hash"] for _, part in parts}) > 1:
         raise FulldepthError("The checkpoints turned the data into different tokens; their numbers cannot be compared.")
     table = pd.concat([part.table.assign(step=point.step) for point, part in parts], ignore_index=True)
-    influences = joined(
+    influences = joined_influences(
         (part.meta, None if part.influences is None else part.influences.assign(step=point.step))
         for point, part in parts
     )

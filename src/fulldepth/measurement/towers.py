@@ -20,7 +20,7 @@ from fulldepth.measurement.series import total_times
 from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.cosine import Projected, cross_rows, cross_similarity
-from fulldepth.results import Finding, Results, finite, joined, tabulate
+from fulldepth.results import Finding, Results, finite, joined_influences, tabulate
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subject import Subject
 
@@ -170,7 +170,7 @@ def combine_stacks(stacks: Mapping[str, Results], further: pd.DataFrame | None =
 
     tables: list[Any] = [named(name, results.table) for name, results in stacks.items()]
     table = pd.concat([*tables, *([] if further is None else [further])], ignore_index=True)
-    influences = joined((results.meta, named(name, results.influences)) for name, results in stacks.items())
+    influences = joined_influences((results.meta, named(name, results.influences)) for name, results in stacks.items())
     return Results(table, _document({name: results.meta for name, results in stacks.items()}), influences)
 
 

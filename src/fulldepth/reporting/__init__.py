@@ -1,4 +1,4 @@
-"""A table and its document in, figures and one self-contained HTML page out; imports no torch and nothing above it."""
+"""Turns a result table and its document into figures and one self-contained HTML page. Imports no torch."""
 
 from fulldepth.reporting.figures import build
 from fulldepth.reporting.page import index, render

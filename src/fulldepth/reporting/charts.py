@@ -29,7 +29,7 @@ from fulldepth.reporting.draw import (
 )
 from fulldepth.reporting.kinds import GROUPS, SINGLE
 from fulldepth.reporting.phrases import TERMS
-from fulldepth.reporting.source import PageSource, PlottedCurve, curve, select
+from fulldepth.reporting.source import PageSource, PlottedCurve, curve_of, select
 from fulldepth.reporting.style import (
     DASHES,
     MUTED,
@@ -47,7 +47,7 @@ STEP_AXIS = axis("Training step", tickformat=",d", nticks=7, unifiedhovertitle={
 PROFILES = 7
 """Maximum number of steps whose displacement is drawn over layers."""
 SAME = 0.1
-"""Largest relative difference of the means with and without first tokens of which only one is drawn."""
+"""If the means with and without first tokens differ by at most this share, only one of them is drawn."""
 SMALLEST = 0.05
 """Smallest range of the colours of differences, so that noise stays pale."""
 DIFFERENCES = {"percent": "percent", "share": "percent", "rate": "rate"}
@@ -56,7 +56,10 @@ DIFFERENCES = {"percent": "percent", "share": "percent", "rate": "rate"}
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class Line:
-    """A curve of a figure. `statistic` and `site` may be patterns, whose groups fill `name`, `variant` and `key`."""
+    """A curve of a figure.
+
+    `statistic` and `site` may be regular expressions; their named groups fill `name`, `variant` and `key`.
+    """
 
     measure: str
     statistic: str = "mean|value"
@@ -75,12 +78,15 @@ class Line:
     errors: str = ""
     """Statistic of the half lengths of error bars."""
     layers_back: int | None = None
-    """Layers before the last one, of lines over steps."""
+    """For lines over steps: distance of the layer from the last one. None = rows without a layer."""
     compared: bool = False
-    """Whether the line is compared between models, and followed over training."""
+    """True if the line is compared between models and followed over training."""
 
     def expanded(self, table: pd.DataFrame) -> Iterator[Line]:
-        """The lines that the table has for the patterns; they differ in colour, or in dash in figures with variants."""
+        """Yield one line for each statistic and site in the table that match the patterns.
+
+        Lines differ in dash if the pattern is in `statistic`, else in colour.
+        """
         pattern = f"({self.statistic})@({self.site or '.*'})"
         if "(?P" not in pattern:
             yield self
@@ -90,11 +96,11 @@ class Line:
         for index, match in enumerate(matches):
             groups = match.groupdict()
             (statistic, site) = match.string.split("@")
-            shown = {name: TERMS.get(text) or label(text) for name, text in groups.items()}
+            labels = {name: TERMS.get(text) or label(text) for name, text in groups.items()}
             style = {"dash": DASHES[index % 4]} if "(?P" in self.statistic else {"color": self.color + index}
             yield replace(
-                self, statistic=statistic, site=site, name=self.name.format(**shown), key=self.key.format(**groups),
-                variant=self.variant.format(**shown), **style,
+                self, statistic=statistic, site=site, name=self.name.format(**labels), key=self.key.format(**groups),
+                variant=self.variant.format(**labels), **style,
             )  # fmt: skip
 
 
@@ -138,9 +144,9 @@ class Figure:
     """Name of a function in `DRAWINGS`; empty = lines or maps."""
     title: str = ""
     quantity: str = ""
-    """What is plotted, for titles that are made: `QUANTITY per layer`."""
+    """Name of the plotted number, for generated titles: `QUANTITY per layer`."""
     reading: str = ""
-    """How to read the figure, in one line."""
+    """One line on how to read the figure."""
     axis: str = ""
     """Title of the value axis, with the unit."""
     scale: str = ""
@@ -156,55 +162,55 @@ class Figure:
     height: int = 350
     lines: tuple[Line, ...] = ()
     band: tuple[str, str] | None = None
-    """Statistics of the ends of the band around the first line."""
+    """Percentiles at the ends of the band around the first line, as statistics: `p05`, `p95`."""
     previous: str = ""
-    """Name of a line of the layer before."""
+    """Name of the dotted line that marks the previous layer, l - 1; empty = no such line."""
     maps: tuple[Reading, ...] = ()
     axes: tuple[str, str] = ("Layer", "Layer")
     low: float | None = None
     """Value of the first colour; None = zero, or symmetric if values are negative."""
     turned: bool = False
-    """Whether the second layer of a pair runs upwards."""
+    """True if the second layer of a pair is on the vertical axis."""
     followed: bool = False
-    """Whether compared lines are also drawn over training, one line per layer: the figure `steps_NAME`."""
+    """True if compared lines are also drawn over training, one line per layer, in the figure `steps_NAME`."""
     secondary: bool = False
-    """Whether the page folds the figure, behind its title."""
+    """True if the page folds the figure under its title."""
     beside: bool = False
-    """Whether variants stand side by side, not behind a switch."""
+    """True if variants stand side by side; otherwise a switch selects one."""
     notes: tuple[Note, ...] = ()
 
     def values(
         self, line: Line, table: pd.DataFrame, layers: int, statistic: str = "", column: str = ""
     ) -> PlottedCurve:
         """The curve of a line in the rows of one model."""
-        return curve(
+        return curve_of(
             table, line.measure, statistic or line.statistic, line.site, by=self.over,
             layer=None if line.layers_back is None else layers - line.layers_back, column=column or self.column,
         )  # fmt: skip
 
     def expanded(self, table: pd.DataFrame) -> list[Line]:
-        """The lines that the table may have."""
-        return [one for line in self.lines for one in line.expanded(table)]
+        """The lines of this figure, with patterns replaced by what the table has."""
+        return [concrete for line in self.lines for concrete in line.expanded(table)]
 
     def finished(self, drawn: Mapping[str, go.Figure]) -> Figures:
         """Name -> figure, with the record's title and reading where the drawing has none."""
-        for one in drawn.values():
-            about = one.layout.meta
+        for figure in drawn.values():
+            about = figure.layout.meta
             about["title"] = about["title"] or self.title or f"{self.quantity} per layer"
             about["subtitle"] = about["subtitle"] or self.reading
             about["beside"] = about["beside"] or self.beside
-            one.update_layout(title={"text": about["title"], "subtitle": {"text": about["subtitle"]}})
-        return {f"{self.name}:{key}" if key else self.name: one for key, one in drawn.items()}
+            figure.update_layout(title={"text": about["title"], "subtitle": {"text": about["subtitle"]}})
+        return {f"{self.name}:{key}" if key else self.name: figure for key, figure in drawn.items()}
 
 
 @cache
 def every_record() -> tuple[Figure, ...]:
-    """All records, in reading order."""
+    """The records of `figures.yaml`, in reading order."""
     return tuple(Figure(**entry) for entry in read_yaml("figures.yaml"))
 
 
 def readings(drawings: Iterable[tuple[str, go.Figure | None]]) -> Figures:
-    """Key -> figure of the drawings with data; the first has the key "", so that it has the figure's own name."""
+    """Key -> figure, for the drawings that have data; the first key becomes "", so that its name has no suffix."""
     drawn = [(key, figure) for key, figure in drawings if figure is not None]
     return {key if index else "": figure for index, (key, figure) in enumerate(drawn)}
 
@@ -237,12 +243,12 @@ def alone(record: Figure, source: PageSource, group: list[Line], **about: Any) -
         return None
     if record.band:
         below, above = (record.values(group[0], table, layers, end) for end in (low, high))
-        drawn[0] = replace(drawn[0], band=f"{low}–{high}", low=below, high=above)
+        drawn[0] = replace(drawn[0], band=f"{int(low[1:])}th to {int(high[1:])}th percentile", low=below, high=above)
     if record.previous:
         before = PlottedCurve(drawn[0].curve.at, [at - 1.0 for at in drawn[0].curve.at], ["1"] * len(drawn[0].curve.at))
         drawn.append(Drawn(before, record.previous, MUTED, "dot", ".0f"))
-    values = [value for one in drawn for part in (one.curve, one.low, one.high) for value in part.values]
-    nats = " (nats)" if any(one.curve.unit == "nats" for one in drawn) and "nats" not in record.axis else ""
+    values = [value for track in drawn for part in (track.curve, track.low, track.high) for value in part.values]
+    nats = " (nats)" if any(track.curve.unit == "nats" for track in drawn) and "nats" not in record.axis else ""
     about = {"variant": group[0].variant, "showlegend": record.over != "layer" or None, **about}
     result = chart(
         drawn, level=record.level, height=record.height,
@@ -255,7 +261,7 @@ def alone(record: Figure, source: PageSource, group: list[Line], **about: Any) -
 
 
 def overlay(record: Figure, line: Line, source: PageSource, several: bool = False) -> go.Figure | None:
-    """A line of each model; its differences from the baseline if that is the record's column."""
+    """One line per model: its values, or its differences from the baseline if `record.column` is `difference`."""
     difference = record.column == "difference"
     groups = source.kind == GROUPS
     relative = source.meta.get("depth") == "relative"
@@ -269,22 +275,22 @@ def overlay(record: Figure, line: Line, source: PageSource, several: bool = Fals
             errors = replace(errors, values=[None if error is None else reach * error for error in errors.values])
         elif not difference and line.errors.endswith(("stderr", "standard_error")):
             errors = record.values(line, run.table, run.layers, line.errors)
-        own = record.values(line, run.table, run.layers)
-        across = [at / run.layers for at in own.at] if relative else []
+        run_curve = record.values(line, run.table, run.layers)
+        across = [at / run.layers for at in run_curve.at] if relative else []
         form = f"+{line.form}" if difference else line.form
         hover = "%{customdata[0]}: " * relative
-        drawn.append(Drawn(own, run.name, **run.style, form=form, errors=errors, across=across, hover=hover))
-    at_first = any(0 in one.curve.at for one in drawn)
-    values = [value for one in drawn for value in one.curve.values]
+        drawn.append(Drawn(run_curve, run.name, **run.style, form=form, errors=errors, across=across, hover=hover))
+    at_first = any(0 in track.curve.at for track in drawn)
+    values = [value for track in drawn for value in track.curve.values]
     scale = DIFFERENCES.get(record.scale, "") if difference else record.scale
     bars = f"; bars: {'two standard errors of the difference' if difference else 'one standard error'}"
     bars = "; bars: 95 % interval over seeds" if groups else bars
-    reading = "Value minus the baseline’s at the same depth" if difference else "One line a model"
+    reading = "Value minus the baseline’s at the same depth" if difference else "One line per model"
     result = chart(
         drawn,
         title=f"{record.quantity}: difference from {source.baseline}" if difference
         else f"{record.quantity or 'Value'} per layer",
-        subtitle=reading + bars * any(one.errors for one in drawn),
+        subtitle=reading + bars * any(track.errors for track in drawn),
         xaxis=layer_axis(max(run.layers for run in source.runs), 1 - at_first, relative),
         yaxis=value_axis(f"Δ {record.axis}" if difference else record.axis, scale, values),
         variant=", ".join(filter(None, dict.fromkeys((line.name, line.variant)))) if several else "",
@@ -298,7 +304,7 @@ def overlay(record: Figure, line: Line, source: PageSource, several: bool = Fals
 
 
 def maps(record: Figure, source: PageSource) -> Figures:
-    """Maps of one model in all variants; of several models the first reading, or its differences, side by side."""
+    """The maps of one model as variants, or the first map (or its difference) of several models side by side."""
     if "model" not in source.table.columns:
         return readings(
             (reading.statistic, _heat(record, reading, cells, names, variant=reading.variant))
@@ -311,25 +317,28 @@ def maps(record: Figure, source: PageSource) -> Figures:
     cells = {run.name: _cells(record, first, run.table)[0] for run in source.with_column(record.column)}
     settings: dict[str, Any] = {}
     if difference:  # one colour scale for all
-        largest = max((float(np.nanmax(np.abs(one))) for one in cells.values() if len(one)), default=0.0)
+        largest = max(
+            (float(np.nanmax(np.abs(cells_of_model))) for cells_of_model in cells.values() if len(cells_of_model)),
+            default=0.0,
+        )
         extent = max(SMALLEST, math.ceil(100 * largest) / 100)
         reading = f"Value minus the baseline’s at the same depth; the colours end at ±{extent:.2f}"
         settings = {"low": -extent, "high": extent, "difference": True, "quantity": "difference", "subtitle": reading}
         settings["title"] = f"{record.title}: difference from the baseline"
     return {
-        name: _heat(record, first, one, None, variant=name, beside=True, **settings)
-        for name, one in cells.items()
-        if len(one)
+        name: _heat(record, first, cells_of_model, None, variant=name, beside=True, **settings)
+        for name, cells_of_model in cells.items()
+        if len(cells_of_model)
     }
 
 
 def _cells(record: Figure, reading: Reading, table: pd.DataFrame) -> tuple[pd.DataFrame, list[str] | None]:
-    """The cells of a map, and the names of its rows unless they are layers."""
+    """The cells of a map, and the names of its rows (None if the rows are layers)."""
     rows = select(table, reading.measure, reading.statistic, reading.site).dropna(subset=["layer", "other"])
     if record.turned:
         cells = grid(rows, rows["other"], rows["layer"])
         return cells, [*map(str, cells.index)]
-    if reading.site == "residual":  # a pair given in one order holds for both
+    if reading.site == "residual":  # the table may hold each pair once, in one order
         rows = pd.concat([rows.assign(layer=rows["other"], other=rows["layer"]), rows])
     return grid(rows, rows["layer"], rows["other"], record.column), None
 
@@ -341,11 +350,11 @@ def _heat(record: Figure, reading: Reading, cells: pd.DataFrame, names: list[str
 
 
 def followed(record: Figure, source: PageSource) -> Figures:
-    """The compared lines over training steps, a figure for each, in which every layer has a line."""
+    """One figure for each compared line: its value over training steps, with a curve for every layer."""
     every = [line for line in record.expanded(source.table) if line.compared]
     steps = list(source.steps)
     layers = source.layers
-    found = []
+    keyed_figures = []
     for line in every:
         by_layer = [record.values(line, rows, layers) for rows in source.steps.values()]
         depths = sorted({layer for values in by_layer for layer in values.at})
@@ -360,26 +369,26 @@ def followed(record: Figure, source: PageSource) -> Figures:
         drawn = chart(
             tracks,
             title=f"{record.quantity} of every layer over training",
-            subtitle="One line a layer, stronger = deeper",
+            subtitle="One line per layer; stronger colour = deeper",
             xaxis=STEP_AXIS,
-            yaxis=value_axis(record.axis, record.scale, [value for one in tracks for value in one.curve.values]),
+            yaxis=value_axis(record.axis, record.scale, [value for track in tracks for value in track.curve.values]),
             variant=", ".join(filter(None, (line.name, line.variant))) * (len(every) > 1),
             hovermode="closest",
             showlegend=False,
         )
         if drawn is None:
             continue
-        first, *others = [list(track.curve.points.values()) for track in tracks if track]
-        ends = scale_without(first, [value for values in others for value in values])
+        first, *deeper_layers = [list(track.curve.points.values()) for track in tracks if track]
+        ends = scale_without(first, [value for values in deeper_layers for value in values])
         if ends is not None:
             drawn.layout.meta["subtitle"] += f"; {tracks[0].name.lower()} is beyond the scale"
             drawn.update_layout(yaxis_range=ends)
-        found.append((line.key, drawn.add_trace(shade_key("Layer", SEQUENTIAL[2:], depths[0], layers))))
-    return readings(found)
+        keyed_figures.append((line.key, drawn.add_trace(shade_key("Layer", SEQUENTIAL[2:], depths[0], layers))))
+    return readings(keyed_figures)
 
 
-def displacement(record: Figure, source: PageSource) -> Figures:
-    """Layers 2 to L if layer 1 would flatten them, and all layers on a logarithmic scale."""
+def displacement_figures(record: Figure, source: PageSource) -> Figures:
+    """Displacement in two variants: linear (layers 2 to L if layer 1 would flatten them) and logarithmic."""
     every = list(record.lines)
     mean, other = (record.values(line, source.table, source.layers).points for line in every[:2])
     alike = mean.keys() == other.keys() and np.allclose([*other.values()], [*mean.values()], SAME, 0)
@@ -402,9 +411,10 @@ def profiles(record: Figure, source: PageSource) -> Figures:
     (line,) = record.expanded(source.table)
     curves = {step: record.values(line, rows, source.layers) for step, rows in source.steps.items()}
     known = [step for step, profile in curves.items() if profile]
-    shown = [known[round(at)] for at in np.linspace(0, len(known) - 1, min(PROFILES, len(known)))]
+    drawn_steps = [known[round(at)] for at in np.linspace(0, len(known) - 1, min(PROFILES, len(known)))]
     every = [
-        Drawn(curves[step], f"Step {step:,}", by_depth(index, len(shown))) for index, step in enumerate(shown, start=1)
+        Drawn(curves[step], f"Step {step:,}", by_depth(index, len(drawn_steps)))
+        for index, step in enumerate(drawn_steps, start=1)
     ]
     yaxis = value_axis(record.axis, record.scale)
     drawn = chart(every, xaxis=layer_axis(source.layers, record.first), yaxis=yaxis, showlegend=True)

@@ -25,7 +25,7 @@ from fulldepth.reporting.style import (
 )
 
 APART = 2.0
-"""Ratio to the largest value of the other layers from which the first layer is beyond the scale."""
+"""If the first layer exceeds the largest value of the other layers by this factor, it is left off the scale."""
 BARE = {"ticks": "", "showgrid": False, "showline": False}
 """Settings of an axis of a heat map."""
 SCALES: dict[str, dict[str, Any]] = {
@@ -74,9 +74,9 @@ class Drawn:
     band: str = ""
     """Name of the band in the legend; empty = it has no entry."""
     hover: str = ""
-    """Begin of the hover box."""
+    """Text at the start of the hover box."""
     across: Sequence[float] = ()
-    """Places on the x axis, if not those of the curve."""
+    """Positions on the x axis; empty = those of the curve."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further settings of the trace."""
 
@@ -103,9 +103,9 @@ class Drawn:
             marker |= {"symbol": "diamond-open", "size": 10, "line": {"width": 2}}
         line = {"color": self.color, "dash": self.dash}
         mode = "markers" if self.plot == "marks" else "lines+markers" if len(curve.at) <= 126 else "lines"
-        shown = go.Scatter(**{"mode": mode, "line": line, "marker": marker, **shared})
+        curve_trace = go.Scatter(**{"mode": mode, "line": line, "marker": marker, **shared})
         if not (self.low and self.high):
-            return [shown]
+            return [curve_trace]
         edge: dict[str, Any] = {"mode": "lines", "line": {"width": 0, "color": self.color}, "name": self.band}
         edge |= {"legendgroup": self.band} if self.band else {"name": f"{self.name}, 95 %"}
         hover = f"%{{y:{self.form}}} to %{{customdata[0]:{self.form}}}"
@@ -114,13 +114,16 @@ class Drawn:
         return [
             go.Scatter(x=self.high.at, y=self.high.values, showlegend=False, hoverinfo="skip", **edge),
             go.Scatter(x=self.low.at, y=self.low.values, customdata=ends, hovertemplate=hover, **fill, **edge),
-            shown,
+            curve_trace,
         ]
 
 
 def chart(drawn: Iterable[Drawn], *, level: float | None = None, **settings: Any) -> go.Figure | None:
-    """Lines and bars; None if none has a finite value. `level` draws a horizontal line, `settings` go to `figure`."""
-    traces = [trace for one in drawn if one for trace in one.traces()]
+    """A figure of lines and bars; None if no curve has a finite value.
+
+    `level` adds a horizontal line; `settings` are passed on to `figure`.
+    """
+    traces = [trace for curve in drawn if curve for trace in curve.traces()]
     if not traces:
         return None
     result = figure(traces, **settings)
@@ -128,14 +131,14 @@ def chart(drawn: Iterable[Drawn], *, level: float | None = None, **settings: Any
 
 
 def set_first_apart(drawn: go.Figure, names: Collection[str] | None = None) -> go.Figure:
-    """Let the value axis cover all layers but the first one drawn, if that one would flatten the others.
+    """Scale the value axis to all layers except the first one drawn, if that layer would flatten the others.
 
-    The first layer's value is written at the top. Nothing changes if it is at most `APART` times the largest of the
-    others.
+    The first layer's value is then written at the top. The figure stays as it is if the first value is at most `APART`
+    times the largest of the others.
 
     Args:
         drawn: a figure over layers.
-        names: the lines that the axis is made for; None = all.
+        names: names of the lines that determine the scale; None = all.
     """
     lines = [trace for trace in drawn.data if names is None or trace.name in names]
     points = [(at, y) for trace in lines for at, y in zip(trace.x, trace.y, strict=True) if y is not None]
@@ -153,8 +156,9 @@ def set_first_apart(drawn: go.Figure, names: Collection[str] | None = None) -> g
 
 
 def scale_without(first: Sequence[float], rest: Sequence[float]) -> tuple[float, float] | None:
-    """Ends of a value axis for the rest, if the first values would flatten it: from zero where none is negative, with
-    room above for a note. None if they are at most `APART` times the largest of the rest.
+    """Ends of a value axis that fits `rest` alone, from zero unless a value is negative, with room above for a note.
+
+    None if the first values are at most `APART` times the largest of the rest, and so need no separate scale.
     """
     if not rest or max(map(abs, first)) <= APART * max(map(abs, rest)):
         return None
@@ -172,7 +176,7 @@ def add_level(drawn: go.Figure, level: float, dash: str = "solid") -> go.Figure:
 def grid(table: pd.DataFrame, rows: Iterable[Any], columns: Iterable[Any], column: str = "value") -> pd.DataFrame:
     """Cells of a map by row and column, NaN where there is none; empty if no value is finite.
 
-    `rows` and `columns` place each row of the table; of equal places the last counts.
+    `rows` and `columns` give the cell of each row of the table; the last row wins if several name the same cell.
     """
     cells = pd.DataFrame(
         {"row": [*map(int, rows)], "column": [*map(int, columns)], "value": [*map(number, table[column])]}
@@ -198,12 +202,12 @@ def heat(
 
     Args:
         cells: the values, see `grid`; rows from the bottom up.
-        names: of the rows; None = they are layers.
+        names: names of the rows; None = the rows are layers.
         axes: titles of the x and the y axis.
         quantity: name of the number, for the hover box.
         low: value of the first colour; None = zero, or symmetric if values are negative, up to the largest value.
         high: value of the last colour.
-        difference: whether to use the colour scale of differences.
+        difference: use the colour scale of differences.
         layout: passed on to `figure`.
     """
     rows = [*map(int, cells.index)]
@@ -213,7 +217,7 @@ def heat(
         high = float(np.nanmax(np.abs(values))) or 1.0
         low = -high if np.nanmin(values) < 0 else 0
     gap = 1 if max(cells.shape) <= 40 else 0
-    shown = go.Heatmap(
+    heatmap = go.Heatmap(
         x=columns, y=names or rows, z=[[*map(number, row)] for row in cells.to_numpy()], zmin=low, zmax=high,
         colorscale=DIFFERENCE_SCALE if difference else SIGNED_SCALE if low < 0 else UNIT_SCALE,
         xgap=gap, ygap=gap,
@@ -228,7 +232,7 @@ def heat(
     elif rows == columns:
         across = across | {"constrain": "domain"}
         down = down | {"constrain": "domain", "scaleanchor": "x"}
-    return figure([shown], xaxis=across, yaxis=down, height=480, hovermode="closest", **layout)
+    return figure([heatmap], xaxis=across, yaxis=down, height=480, hovermode="closest", **layout)
 
 
 def shade_key(title: str, shades: Sequence[str], low: float, high: float) -> go.Scatter:
@@ -246,8 +250,8 @@ def legend_entry(name: str | None, mode: str = "markers", **settings: Any) -> go
 def points(
     name: str, x: Sequence[float], y: Sequence[float], color: str, hover: str = "", *, lines: bool = False, **extra: Any
 ) -> go.Scatter:
-    """Marks in a plane, joined by `lines`; without `hover` they have no hover box."""
+    """A scatter of marks, joined if `lines` is True; without `hover` it has no hover box."""
     marker = {"color": color, "size": 9, **extra.pop("marker", {})}
-    told = {"hovertemplate": f"{hover}<extra>%{{fullData.name}}</extra>"} if hover else {"hoverinfo": "skip"}
+    hover_box = {"hovertemplate": f"{hover}<extra>%{{fullData.name}}</extra>"} if hover else {"hoverinfo": "skip"}
     mode = "lines+markers" if lines else "markers"
-    return go.Scatter(x=x, y=y, name=name, mode=mode, line={"color": color}, marker=marker, **told, **extra)
+    return go.Scatter(x=x, y=y, name=name, mode=mode, line={"color": color}, marker=marker, **hover_box, **extra)

@@ -14,7 +14,7 @@ from fulldepth.reporting.draw import add_level
 from fulldepth.reporting.exits import export_of
 from fulldepth.reporting.kinds import EVALUATION
 from fulldepth.reporting.phrases import short
-from fulldepth.reporting.source import PageSource, PlottedCurve, curve, select
+from fulldepth.reporting.source import PageSource, PlottedCurve, curve_of, select
 from fulldepth.reporting.style import CATEGORICAL, Figures, label, translucent
 from fulldepth.reporting.tables import Meta, Table, across, cell, of_record
 
@@ -48,19 +48,21 @@ class TaskScores:
 
     @property
     def is_share(self) -> bool:
-        """Whether all scores are shares, shown in per cent."""
+        """True if all scores are shares in [0, 1], which are shown in per cent."""
         higher = self.entry.get("higher_is_better") is not False
         return higher and all(0 <= value <= 1 + 1e-9 for value in self.scores.points.values())
 
     @property
     def chance(self) -> str:
-        """The score of a guess."""
+        """The score of guessing, as text."""
         return cell(self.entry.get("chance"), "percent" if self.is_share else "{:.4g}")
 
     @property
     def enough(self) -> int | None:
-        """First layer from which on all are shown to keep the whole model's score; None if none is advised: one layer
-        is scored, the whole model is not better than a guess, or that layer is not known.
+        """Earliest layer from which every later one is shown to keep the whole model's score.
+
+        None if no layer is advised: only one layer is scored, the whole model is not better than guessing, or the
+        earliest layer is unknown.
         """
         advised = len(self.scores.points) > 1 and self.entry.get("advised")
         return self.entry.get("earliest") if advised else None
@@ -68,25 +70,25 @@ class TaskScores:
     def written(self, layer: int | None) -> str:
         """The score after a layer, with its standard error."""
         value, error = (points.get(layer or 0) for points in (self.scores.points, self.errors.points))
-        told = cell(value, "percent" if self.is_share else "{:.4g}")
+        text = cell(value, "percent" if self.is_share else "{:.4g}")
         if None in (value, error):
-            return told
-        return f"{told} ± " + (f"{100 * error:.1f}" if self.is_share else f"{error:.2g}")  # type: ignore[operator]
+            return text
+        return f"{text} ± " + (f"{100 * error:.1f}" if self.is_share else f"{error:.2g}")  # type: ignore[operator]
 
 
 def tasks_of(table: pd.DataFrame, described: Meta | None, layers: int) -> list[TaskScores]:
-    """The tasks in the rows of one model, in the order of the document and then of the rows."""
+    """The tasks of one model: first in the order of the document, then those only in the table."""
     every = select(table, SCORE)
     stated = {str(name): entry or {} for name, entry in (described or {}).items()}
-    found = []
+    scored = []
     for name in dict.fromkeys([*stated, *map(str, every["site"].dropna().unique())]):
         entry = stated.get(name, {})
         rows = every[every["site"] == name]
-        metrics = [str(one) for one in rows["statistic"].unique() if not str(one).endswith(ERROR)]
-        metric = next((one for one in (entry.get("metric"), *metrics) if one in metrics), "")
-        scores, errors = (curve(rows, SCORE, metric + suffix, name) for suffix in ("", ERROR))
-        found += [TaskScores(name, metric, entry, scores, errors, layers)] if scores else []
-    return found
+        metrics = [str(statistic) for statistic in rows["statistic"].unique() if not str(statistic).endswith(ERROR)]
+        metric = next((candidate for candidate in (entry.get("metric"), *metrics) if candidate in metrics), "")
+        scores, errors = (curve_of(rows, SCORE, metric + suffix, name) for suffix in ("", ERROR))
+        scored += [TaskScores(name, metric, entry, scores, errors, layers)] if scores else []
+    return scored
 
 
 def tasks(source: PageSource) -> list[TaskScores]:
@@ -95,17 +97,17 @@ def tasks(source: PageSource) -> list[TaskScores]:
 
 
 def of_models(source: PageSource) -> list[tuple[Meta, list[TaskScores]]]:
-    """(entry, its tasks) of each of several models."""
+    """(entry, tasks) for each of several models."""
     pairs = zip(source.meta.get("models") or [], source.runs, strict=False)
     return [(entry, tasks_of(run.table, entry.get("tasks"), run.layers)) for entry, run in pairs]
 
 
 def scores(record: Figure, source: PageSource) -> Figures:
-    """The score of each task by exit layer: of one model, or a line for each of several."""
+    """Score by exit layer, one figure per task; for several models, one line each."""
     if source.kind == EVALUATION:
         every = [task for task in tasks(source) if len(task.scores.points) > 1]  # a table shows those of one layer
     else:
-        every = list({task.name: task for _, found in of_models(source) for task in found}.values())
+        every = list({task.name: task for _, tasks_of_model in of_models(source) for task in tasks_of_model}.values())
     return readings((task.name, _scored(record, task, source, len(every) > 1)) for task in every)
 
 
@@ -114,47 +116,50 @@ def _scored(record: Figure, task: TaskScores, source: PageSource, several: bool)
     metric = label(task.metric, 40)
     guess = task.entry.get("chance")
     form = ".1%" if task.is_share else ".4~g"
-    one = source.kind == EVALUATION
-    line = Line(SCORE, task.metric, task.name, metric if one else "", name, form=form, errors=task.metric + ERROR)
+    single = source.kind == EVALUATION
+    line = Line(SCORE, task.metric, task.name, metric if single else "", name, form=form, errors=task.metric + ERROR)
     scale = "percent" if task.is_share else ""
     first = min([1, *task.scores.at])
     record = replace(record, axis=metric, scale=scale, first=first)
     title = "Score by exit layer" if several else f"Score on {name} by exit layer"
     reading = "Bars: one standard error; shaded: the whole model’s" + "; dotted: chance" * (guess is not None)
     about = {"title": title, "subtitle": reading, "variant": name * several, "beside": several, "showlegend": False}
-    drawn = alone(record, source, [line], **about) if one else overlay(record, line, source, True)
+    drawn = alone(record, source, [line], **about) if single else overlay(record, line, source, True)
     if drawn and guess is not None:
         add_level(drawn, guess, "dot")
     whole, error = (points.get(task.layers) for points in (task.scores.points, task.errors.points))
-    if drawn and one and whole is not None and error is not None:
+    if drawn and single and whole is not None and error is not None:
         shade = translucent(CATEGORICAL[0])
         drawn.add_hrect(whole - error, whole + error, fillcolor=shade, line_width=0, layer="below")
     return drawn
 
 
 def quality(record: Figure, source: PageSource) -> Figures:
-    """Each number of the generated text by exit layer, one line for each judge or task; a table shows one layer's."""
+    """Quality of generated text by exit layer, one figure per statistic with a line for each judge or task.
+
+    Empty if a single layer was read; a table shows that one.
+    """
     rows = select(source.table, QUALITY)
     if rows["layer"].nunique() < 2:
         return {}
     rows = rows.assign(site=rows["site"].fillna(""))
 
-    found = {}
+    figures = {}
     source = replace(source, table=rows)
     for statistic, (title, form, scale) in QUALITIES.items():
-        sites = [site for site in rows["site"].unique() if curve(rows, QUALITY, statistic, site)]
+        sites = [site for site in rows["site"].unique() if curve_of(rows, QUALITY, statistic, site)]
         lines = [
             Line(QUALITY, statistic, site, label(site or title, 40), color=index, form=form, errors=statistic + ERROR)
             for index, site in enumerate(sites)
         ]
         if lines:
-            own = replace(record, axis=title, scale=scale)
-            found[statistic] = alone(own, source, lines, variant=title, showlegend=sites != [""])
-    return readings(found.items())
+            record_of_statistic = replace(record, axis=title, scale=scale)
+            figures[statistic] = alone(record_of_statistic, source, lines, variant=title, showlegend=sites != [""])
+    return readings(figures.items())
 
 
-def tables(source: PageSource) -> dict[str, list[Table]]:
-    """Id of a section -> its tables: a row for each task, and for each judge of the text of the whole model."""
+def task_tables(source: PageSource) -> dict[str, list[Table]]:
+    """Id of a section -> its tables: one row for each task, and one row for each judge of the whole model's text."""
     named = []
     for task in tasks(source):
         lower = " (lower is better)" * (task.entry.get("higher_is_better") is False)
@@ -171,12 +176,12 @@ def tables(source: PageSource) -> dict[str, list[Table]]:
     rows = select(source.table, QUALITY)
     rows = rows[(rows["layer"] == source.layers).fillna(False).astype(bool)].assign(site=rows["site"].fillna(""))
     values = rows.pivot_table("value", "site", "statistic", "last", sort=False)
-    quality = [(short(site, 60), dict(own)) for site, own in values.iterrows()]
+    quality = [(short(site, 60), dict(numbers)) for site, numbers in values.iterrows()]
     return {"tasks": [of_record("tasks", named)], "text": [of_record("text", quality)]}
 
 
-def story(source: PageSource) -> dict[str, Any] | None:
-    """The opening paragraph: the whole model's scores, and from which layer on they are as good."""
+def evaluation_story(source: PageSource) -> dict[str, Any] | None:
+    """The opening paragraph: the whole model's scores, and the first layer from which stopping keeps them."""
     every = [task for task in tasks(source) if source.layers in task.scores.points]
     if not every:
         return None
@@ -192,13 +197,13 @@ def story(source: PageSource) -> dict[str, Any] | None:
         nothing = ": nothing is advised" if len(guessed) == len(every) else ""
         verb = "is" if len(guessed) == 1 else "are"
         sentences.append(f"{_joined(guessed[:MOST_NAMED])} {verb} not measurably above chance{nothing}.")
-    told = {short(task.name, 40): task.enough for task in every if task.enough is not None}
-    layer = max(told.values(), default=0)
+    first_layers = {short(task.name, 40): task.enough for task in every if task.enough is not None}
+    layer = max(first_layers.values(), default=0)
     if layer == source.layers:
-        needing = _joined([name for name, enough in told.items() if enough == layer][:MOST_NAMED])
+        needing = _joined([name for name, enough in first_layers.items() if enough == layer][:MOST_NAMED])
         sentences.append(f"No earlier layer is shown to keep the whole model’s score on {needing}.")
     elif layer:
-        on = _joined([*told]) if len(told) <= MOST_NAMED else f"all {len(told)} tasks"
+        on = _joined([*first_layers]) if len(first_layers) <= MOST_NAMED else f"all {len(first_layers)} tasks"
         sentences.append(f"From layer {layer} on, stopping early is shown to lose at most one point on {on}.")
     return {"sentences": sentences, "next": export_of(source.meta, layer % source.layers)}
 
@@ -207,8 +212,8 @@ def _joined(texts: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
 
 
-def side_by_side(source: PageSource) -> Table:
-    """One row for each task, one column for each model: the whole models' scores."""
-    models = [(entry, {short(t.name, 60): t.written(t.layers) for t in found}) for entry, found in of_models(source)]
+def whole_scores_table(source: PageSource) -> Table:
+    """Scores of the whole models: one row per task, one column per model."""
+    models = [(entry, {short(t.name, 60): t.written(t.layers) for t in scored}) for entry, scored in of_models(source)]
     note = "Scores of the whole models, each with its standard error."
     return across("Models side by side", models, "Task", note=note)

@@ -31,7 +31,7 @@ from fulldepth.reporting.style import (
 from fulldepth.reporting.tables import Meta, Table, flatten, of_record
 
 MOST_BARS = 4
-"""Number of thresholds in one histogram, besides those that were chosen."""
+"""Number of thresholds drawn in one histogram, in addition to calibrated ones."""
 MOST_TEXTS = 40
 MOST_CHARACTERS = 6000
 """Largest number of texts on a page, and of characters of each."""
@@ -44,11 +44,11 @@ SCALES = {
 
 
 def points_of(entries: object) -> dict[str, list[dict[str, Any]]]:
-    """Rule -> its points by threshold, on the reported part of the data, not on which a threshold was chosen.
+    """Rule -> its points by ascending threshold, without those on the part of the data that chose a threshold.
 
-    A point is an entry of the document with `name` (rule and threshold: `confidence 0.9`), `early` (the share that
-    leaves before the last layer), `mean_layer` (after which samples or tokens leave) and `speed` (the measured one,
-    in theory where it was not measured).
+    A point is an entry of the document with four more fields: `name` (rule and threshold: `confidence 0.9`), `early`
+    (share of samples or tokens that leave before the last layer), `mean_layer` (mean exit layer) and `speed` (measured
+    speed-up, or the theoretical one if none was measured).
     """
     points: dict[str, list[dict[str, Any]]] = {}
     for entry in entries if isinstance(entries, list) else []:
@@ -72,7 +72,7 @@ def points_of(entries: object) -> dict[str, list[dict[str, Any]]]:
 
 
 def tradeoff(record: Figure, source: PageSource) -> Figures:
-    """A number against speed-up of each rule; of several models, of each model and rule."""
+    """Accuracy, loss and agreement against speed-up: one figure each, with a line for each model and rule."""
     entries = [source.meta] if source.kind == EXIT else source.meta.get("models") or []
     groups = {
         ", ".join(filter(None, (label(entry.get("label", ""), 40), rule))): every
@@ -84,34 +84,36 @@ def tradeoff(record: Figure, source: PageSource) -> Figures:
 
 
 def _tradeoff(groups: Mapping[str, list[dict[str, Any]]], full: Sequence[Meta], key: str) -> go.Figure | None:
-    """A line of thresholds for each group, and the full models; None without points."""
+    """One figure: a line over thresholds for each group, and a mark for each full model; None without points."""
     title, form = SCALES[key]
     traces = []
-    chosen = []
+    chosen_points = []
     for index, (name, every) in enumerate(groups.items()):
-        drawn = [one for one in every if None not in (one["speed"], number(one.get(key)))]
+        drawn = [point for point in every if None not in (point["speed"], number(point.get(key)))]
         if not drawn:
             continue
-        chosen += [(one["speed"], one[key]) for one in drawn if one.get("calibrated")]
+        chosen_points += [(point["speed"], point[key]) for point in drawn if point.get("calibrated")]
         color = categorical(index)["color"]
         how = {None: "in theory"}
-        told = [[one["name"], how.get(one.get("measured_speedup"), "measured"), one["early"] or 0] for one in drawn]
+        hover_values = [
+            [point["name"], how.get(point.get("measured_speedup"), "measured"), point["early"] or 0] for point in drawn
+        ]
         hover = f"%{{customdata[0]}}: {title.lower()} <b>%{{y:{form}}}</b><br>%{{x:.2f}}× %{{customdata[1]}}<br>"
         hover += "%{customdata[2]:.1%} leave early"
-        errors = {"array": [one.get(f"{key}_stderr") or 0 for one in drawn], "color": color}
-        across, up = zip(*((one["speed"], one[key]) for one in drawn), strict=True)
-        traces.append(points(name, across, up, color, hover, lines=True, error_y=errors, customdata=told))
+        errors = {"array": [point.get(f"{key}_stderr") or 0 for point in drawn], "color": color}
+        across, up = zip(*((point["speed"], point[key]) for point in drawn), strict=True)
+        traces.append(points(name, across, up, color, hover, lines=True, error_y=errors, customdata=hover_values))
     if not traces:
         return None
-    whole = [(1.0, value) for one in full if (value := number(one.get(key))) is not None]
+    whole = [(1.0, value) for point in full if (value := number(point.get(key))) is not None]
     for name, at, symbol, size in (
         ("full model", whole, "square", 10),
-        ("chosen on the other half", chosen, "circle-open", 17),
+        ("chosen on the other half", chosen_points, "circle-open", 17),
     ):
         if at:
             across, up = zip(*at, strict=True)
             traces.append(points(name, across, up, INK, marker={"symbol": symbol, "size": size}))
-    timed = any(one.get("measured_speedup") is not None for every in groups.values() for one in every)
+    timed = any(point.get("measured_speedup") is not None for every in groups.values() for point in every)
     variant = title.removesuffix(" (nats)")
     drawn_figure = figure(
         traces,
@@ -129,7 +131,7 @@ def _tradeoff(groups: Mapping[str, list[dict[str, Any]]], full: Sequence[Meta], 
 
 
 def histogram(record: Figure, source: PageSource) -> Figures:
-    """Where samples, or the tokens of the runs of a sweep or of one generation, leave."""
+    """Exit layers of samples, or of generated tokens: one figure for each rule."""
     entries = source.meta.get("generation" if record.section == "generating" else "exits")
     if isinstance(entries, Mapping):
         entries = [{**(source.meta.get("settings") or {}), "exits": (entries.get("stats") or {}).get("exits")}]
@@ -137,40 +139,44 @@ def histogram(record: Figure, source: PageSource) -> Figures:
 
 
 def _histogram(rule: str, every: list[dict[str, Any]]) -> go.Figure | None:
-    """Share that leaves after each layer, one colour for each threshold."""
-    drawn = [one for one in every if one["early"] is not None]
-    drawn = [one for one in drawn if one["early"]] or drawn  # bars of one at which nothing leaves hide the others
+    """Share of samples or tokens that leave after each layer, one colour per threshold."""
+    drawn = [point for point in every if point["early"] is not None]
+    drawn = [
+        point for point in drawn if point["early"]
+    ] or drawn  # a threshold at which nothing leaves would hide the others
     last = len(drawn) - 1
-    kept = {round(at * last / (MOST_BARS - 1)) for at in range(MOST_BARS)}
-    drawn = [one for index, one in enumerate(drawn) if index in kept or one.get("calibrated")]
+    spread_out = {round(at * last / (MOST_BARS - 1)) for at in range(MOST_BARS)}
+    drawn = [point for index, point in enumerate(drawn) if index in spread_out or point.get("calibrated")]
     bars = []
     last = len(drawn) - 1
     layers = 0
-    for index, one in enumerate(drawn):
-        counts = one["exits"]
+    for index, point in enumerate(drawn):
+        counts = point["exits"]
         color = SEQUENTIAL[3 + round(7 * index / last)] if last else CATEGORICAL[0]
         total = sum(counts)
         layers = len(counts)
-        told = [f"{count:,} of {total:,}" for count in counts]
-        left = PlottedCurve([*range(1, layers + 1)], [count / total for count in counts], told)
-        bars.append(Drawn(left, one["name"], color, form=".1%", plot="bars"))
+        counts_in_words = [f"{count:,} of {total:,}" for count in counts]
+        left = PlottedCurve([*range(1, layers + 1)], [count / total for count in counts], counts_in_words)
+        bars.append(Drawn(left, point["name"], color, form=".1%", plot="bars"))
     settings: dict[str, Any] = {"variant": rule, "barmode": "group", "bargap": 0.25, "showlegend": True}
     return chart(bars, xaxis=layer_axis(layers), yaxis=value_axis("Share", "percent"), **settings)
 
 
-def story(source: PageSource) -> dict[str, Any] | None:
-    """The opening paragraph: the sentences of the findings, and the export of the layers that are enough."""
+def exit_story(source: PageSource) -> dict[str, Any] | None:
+    """The opening paragraph: the sentences of the findings, and the command that exports the layers that suffice."""
     meta = source.meta
     headline = meta.get("headline") or {}
-    told = [str(entry["sentence"]) for entry in headline.values() if entry.get("sentence")]
-    sentences = [one for one in told if not any(one != other and one in other for other in told)]
+    stated = [str(entry["sentence"]) for entry in headline.values() if entry.get("sentence")]
+    sentences = [
+        sentence for sentence in stated if not any(sentence != other and sentence in other for other in stated)
+    ]
     depth = number((headline.get("effective_depth") or {}).get("value"))
     enough = int(depth) if depth is not None and depth < source.layers else 0
     return {"sentences": sentences, "next": export_of(meta, enough)} if sentences else None
 
 
 def export_of(meta: Mapping[str, Any], layers: int) -> dict[str, str] | None:
-    """The export of the first layers that are enough; None for 0."""
+    """The command that exports the first layers, with its reason; None if `layers` is 0 or the model unnamed."""
     name = (meta.get("model") or {}).get("name")
     if not name or not layers:
         return None
@@ -178,44 +184,46 @@ def export_of(meta: Mapping[str, Any], layers: int) -> dict[str, str] | None:
     return {"why": f"export the first {layers} layers as a checkpoint:", "command": command}
 
 
-def tables(source: PageSource) -> dict[str, list[Table]]:
-    """Id of a section -> its tables: one row for each threshold."""
-    found = {}
+def threshold_tables(source: PageSource) -> dict[str, list[Table]]:
+    """Id of a section -> its table, with one row per threshold."""
+    by_section = {}
     for section, title, entries in (
         ("thresholds", "Every threshold", source.meta.get("exits")),
         ("generating", "Every run", source.meta.get("generation")),
     ):
         named = []
-        for one in (one for every in points_of(entries).values() for one in every):
-            timing = one.get("timing")
-            factor = one.get("measured_speedup")
-            drop = one.get("drop")
+        for point in (point for every in points_of(entries).values() for point in every):
+            timing = point.get("timing")
+            factor = point.get("measured_speedup")
+            drop = point.get("drop")
             if timing in ("busy", "few-rounds"):
-                one["timed"] = timing.replace("-", " ")
+                point["timed"] = timing.replace("-", " ")
             elif factor is not None:
-                one["timed"] = f"{'≈ ' * (timing == 'no-difference')}{factor:.2f}×"
+                point["timed"] = f"{'≈ ' * (timing == 'no-difference')}{factor:.2f}×"
             if drop is not None:
-                change, *ends = (minus(-100 * end, "+.1f") for end in (drop, *(one.get("drop_interval") or ())[::-1]))
-                one["change"] = change + f" ({' to '.join(ends)})" * bool(ends)
-            named.append((unescape(one["name"]) + " · chosen" * bool(one.get("calibrated")), one))
-        found[section] = [of_record("thresholds", named, title)]
-    return found
+                change, *ends = (minus(-100 * end, "+.1f") for end in (drop, *(point.get("drop_interval") or ())[::-1]))
+                point["change"] = change + f" ({' to '.join(ends)})" * bool(ends)
+            named.append((unescape(point["name"]) + " · chosen" * bool(point.get("calibrated")), point))
+        by_section[section] = [of_record("thresholds", named, title)]
+    return by_section
 
 
-def tables_of_generation(source: PageSource) -> dict[str, list[Any]]:
-    """Id of a section -> texts and tables."""
+def generation_tables(source: PageSource) -> dict[str, list[Any]]:
+    """Id of a section -> generated texts, and a table of counts and times."""
     meta = source.meta
     generation = meta.get("generation") or {}
-    stats = {name: one for name, one in (generation.get("stats") or {}).items() if not isinstance(one, list | Mapping)}
+    stats = {
+        name: value for name, value in (generation.get("stats") or {}).items() if not isinstance(value, list | Mapping)
+    }
     rows = [[short(name, 60).replace("_", " ").capitalize(), short(text, 200)] for name, text in flatten(stats).items()]
     prompts = generation.get("prompts") or []
     texts = generation.get("texts") or []
     items = []
-    shown = texts[:MOST_TEXTS]
-    for prompt, text in zip_longest(prompts[: len(shown)], shown):
+    first_texts = texts[:MOST_TEXTS]
+    for prompt, text in zip_longest(prompts[: len(first_texts)], first_texts):
         pair = (prompt or "", (text or "").removeprefix(prompt or ""))
-        cuts = (one if len(one) <= MOST_CHARACTERS else one[: MOST_CHARACTERS - 1] + "…" for one in pair)
-        items.append([visible(one, keep=" \n\t") for one in cuts])
+        cuts = (part if len(part) <= MOST_CHARACTERS else part[: MOST_CHARACTERS - 1] + "…" for part in pair)
+        items.append([visible(part, keep=" \n\t") for part in cuts])
     cut = f"The first {MOST_TEXTS} of {len(texts):,}; results.json has all." if len(texts) > MOST_TEXTS else ""
     return {
         "texts": [{"template": "texts", "items": items, "note": cut}] if items else [],

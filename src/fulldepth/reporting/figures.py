@@ -1,4 +1,4 @@
-"""The figures of results: which records their kind has, and how each is drawn."""
+"""Builds the figures of results: chooses the records for their kind, and draws each one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import plotly.graph_objects as go
 from fulldepth.reporting import charts, evaluation, exits, groups, skip
 from fulldepth.reporting.charts import Figure, every_record
 from fulldepth.reporting.kinds import COMPARISON, EXIT, EXITS, GROUPS, SERIES, SINGLE, TRAINING
-from fulldepth.reporting.source import PageSource, stack_rows
+from fulldepth.reporting.source import PageSource, rows_of_stack
 from fulldepth.reporting.style import Figures
 
 Draw = Callable[[Figure, PageSource], Figures]
-"""Returns key -> figure (`name:key`; the key "" is the figure itself)."""
+"""Function that returns key -> figure. The figure is called `name:key`, or `name` if the key is ""."""
 DRAWINGS: dict[str, Draw] = {
-    "displacement": charts.displacement,
+    "displacement": charts.displacement_figures,
     "profiles": charts.profiles,
     "seeds": groups.seeds,
     "removal_loss": skip.removal_loss,
@@ -30,7 +30,7 @@ DRAWINGS: dict[str, Draw] = {
     "quality": evaluation.quality,
 }
 STOPPING = ("lens_accuracy", "lens_loss")
-"""Figures of a model that stops all samples at one layer."""
+"""Figures that pages of early exit show for stopping all samples at one layer."""
 
 
 def records(kind: str) -> list[tuple[Figure, Draw]]:
@@ -41,9 +41,9 @@ def records(kind: str) -> list[tuple[Figure, Draw]]:
     drawn: list[tuple[Figure, Draw]] = []
     for record in every_record():
         generic = charts.maps if record.maps else charts.lines
-        own = DRAWINGS.get(record.draw, generic)
+        drawing = DRAWINGS.get(record.draw, generic)
         if kind in record.kinds:
-            drawn.append((replace(record, section="training") if kind == SERIES else record, own))
+            drawn.append((replace(record, section="training") if kind == SERIES else record, drawing))
         if kind in (EXIT, EXITS) and record.name in STOPPING and SINGLE in record.kinds:
             drawn.append((replace(record, section="stopping", secondary=False), generic))
         difference = replace(record, name=f"difference_{record.name}", column="difference")
@@ -92,7 +92,7 @@ def _of_stacks(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Fig
     for stack in meta["stacks"]:
         title = str(stack["name"]).capitalize()
         model = {**(rest.get("model") or {}), "num_layers": stack.get("num_layers")}
-        for name, figure in build(stack_rows(table, str(stack["name"])), {**rest, "model": model}).items():
+        for name, figure in build(rows_of_stack(table, str(stack["name"])), {**rest, "model": model}).items():
             about = figure.layout.meta
             about["variant"] = ", ".join(filter(None, (title, about["variant"])))
             base, _, variant = name.partition(":")

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from textwrap import wrap
 
+from fulldepth.core.errors import rounded
 from fulldepth.reporting.charts import Figure
 from fulldepth.reporting.draw import points
-from fulldepth.reporting.measured import Shown
+from fulldepth.reporting.measured import PageFinding
 from fulldepth.reporting.phrases import quantity, short
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.style import CATEGORICAL, MUTED, Figures, axis, figure, label, minus
-from fulldepth.reporting.tables import PROSE, Meta, Table, across, flatten, of_record, texts
+from fulldepth.reporting.tables import PROSE, Meta, Table, across, flatten, of_record, page_texts
 
 
-def findings(entry: Meta, _: PageSource) -> list[Shown]:
-    """The findings in their order; the table has their numbers."""
-    return [Shown(finding) for finding in (entry.get("headline") or {}).values()]
+def findings_of_groups(entry: Meta, _: PageSource) -> list[PageFinding]:
+    """The findings in the order of the document, without cards: the table shows their numbers."""
+    return [PageFinding(finding) for finding in (entry.get("headline") or {}).values()]
 
 
-def side_by_side(source: PageSource) -> Table:
-    """The tests in one table: one row for each number."""
+def tests_table(source: PageSource) -> Table:
+    """Results of the t-tests: one row for each number."""
     rows = []
     for test in source.meta.get("tests") or []:
         unit = test["unit"]
         cells = {name: quantity(test.get(name), unit) for name in ("value", "against") if test.get(name) is not None}
         mean, spread, claim = (test.get(name) for name in ("difference", "deviation", "claim"))
         if mean is not None:
-            cells["difference"] = minus(mean, "+.3g") + ("" if spread is None else f" ± {spread:.2g}")
+            cells["difference"] = minus(mean, "+.3g") + ("" if spread is None else f" ± {rounded(spread, '.2g')}")
         if ends := test.get("interval"):
             cells["interval"] = " to ".join(minus(end, "+.3g") for end in ends)
         if claim:
@@ -48,22 +49,27 @@ def _labels(source: PageSource) -> list[str]:
 
 def _title(test: Meta) -> str:
     """The name of a number as on the cards."""
-    return str((texts()["headlines"].get(test["name"]) or [short(test["title"], 60)])[0])
+    return str((page_texts()["headlines"].get(test["name"]) or [short(test["title"], 60)])[0])
 
 
-def tables(source: PageSource) -> dict[str, list[Table]]:
-    """The settings in which the groups differ."""
+def settings_tables(source: PageSource) -> dict[str, list[Table]]:
+    """A table of the settings in which the groups differ."""
     models = source.meta.get("models") or []
     flat = [flatten(entry.get("training") or entry.get("settings") or {}) for entry in models]
     names = dict.fromkeys(name for settings in flat for name in settings if name not in (*PROSE, "seed"))
     differing = [name for name in names if len({settings.get(name) for settings in flat}) > 1]
-    cells = [{short(name, 80): short(own[name], 60) for name in differing if name in own} for own in flat]
+    cells = [
+        {short(name, 80): short(settings[name], 60) for name in differing if name in settings} for settings in flat
+    ]
     note = "Settings that are equal in both groups are left out."
     return {"settings": [across("What differs", [*zip(models, cells, strict=True)], "Setting", note=note, text=True)]}
 
 
 def seeds(_: Figure, source: PageSource) -> Figures:
-    """The difference of each number by seed, its mean and interval, in standard deviations of the differences."""
+    """Difference of each number: one point per seed, and the mean with its 95 % interval.
+
+    The unit is the standard deviation of the differences.
+    """
     dots: list[tuple[float, int, str]] = []
     means: list[tuple[float, int, str]] = []
     ends: list[float] = []
@@ -88,14 +94,14 @@ def seeds(_: Figure, source: PageSource) -> Figures:
     if not names:
         return {}
     first, second = ([*_labels(source), "", ""])[:2]
-    (x, y, told) = zip(*dots, strict=True)
-    (mean_x, mean_y, mean_told) = zip(*means, strict=True)
+    (x, y, hover_texts) = zip(*dots, strict=True)
+    (mean_x, mean_y, mean_hover_texts) = zip(*means, strict=True)
     bars = {"array": ends, "thickness": 2, "width": 6, "color": CATEGORICAL[1]}
     drawn = figure(
         [
-            points("One seed", x, y, CATEGORICAL[0], "%{customdata}", customdata=told),
+            points("One seed", x, y, CATEGORICAL[0], "%{customdata}", customdata=hover_texts),
             points(
-                "Mean with 95 % interval", mean_x, mean_y, CATEGORICAL[1], "%{customdata}", customdata=mean_told,
+                "Mean with 95 % interval", mean_x, mean_y, CATEGORICAL[1], "%{customdata}", customdata=mean_hover_texts,
                 error_x=bars, marker={"symbol": "diamond", "size": 11},
             ),
         ],

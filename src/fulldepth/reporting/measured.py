@@ -14,14 +14,14 @@ from fulldepth.reporting.phrases import (
     visible,
 )
 from fulldepth.reporting.source import PageSource
-from fulldepth.reporting.tables import Meta, Table, across, texts
+from fulldepth.reporting.tables import Meta, Table, across, page_texts
 
 WITHOUT_CARD = ("cosine_cka_order", "score ", "earliest_exit ")
-"""Beginnings of the names of findings without a card; of tasks, a table has the numbers."""
+"""Prefixes of the names of findings without a card. (Scores of tasks are in a table.)"""
 
 
 @dataclass(frozen=True)
-class Shown:
+class PageFinding:
     """A finding as a page shows it."""
 
     entry: Meta
@@ -31,29 +31,30 @@ class Shown:
     """Subject of the sentence if the page shows several."""
 
 
-def findings(entry: Meta, source: PageSource) -> list[Shown]:
-    """The findings of a measurement, a run, or a step, in the order of the cards; unknown names come last."""
+def findings_of_measurement(entry: Meta, source: PageSource) -> list[PageFinding]:
+    """Findings of a measurement, a training run or a step: known ones in the order of the cards, then others."""
     model = entry.get("model") or source.meta.get("model") or {}
     stacks = {str(stack["name"]): stack.get("num_layers") for stack in source.meta.get("stacks") or []}
     headline = entry.get("headline") or {}
-    known = texts()["headlines"]
-    shown = []
+    known = page_texts()["headlines"]
+    findings = []
     for name in dict.fromkeys([*(name for name in known if name in headline), *headline]):
         depth = stacks.get(name.partition(":")[0], model.get("num_layers"))
         card = None if name.startswith(WITHOUT_CARD) else (*_titled(name), *figure_of(headline[name], depth))
-        shown.append(Shown(headline[name], card))
-    return shown
+        findings.append(PageFinding(headline[name], card))
+    return findings
 
 
 def _titled(name: str) -> tuple[str, str]:
     """Title and symbol of a card.
 
-    `NAME_OTHER` is the number `NAME` of something else, such as a rule, and `STACK:NAME` that of one stack.
+    `STACK:NAME` is the number `NAME` of one stack. `NAME_SUFFIX` is the number `NAME` of what the suffix names, such as
+    a rule.
     """
-    headlines = texts()["headlines"]
-    stack, _, own = name.rpartition(":")
-    if own in headlines:
-        title, symbol = headlines[own]
+    headlines = page_texts()["headlines"]
+    stack, _, number_name = name.rpartition(":")
+    if number_name in headlines:
+        title, symbol = headlines[number_name]
         return (f"{short(stack, 30).capitalize()}: {title[0].lower()}{title[1:]}" if stack else title), symbol
     base = next((known for known in headlines if name.startswith(f"{known}_")), None)
     if base is None:
@@ -61,16 +62,18 @@ def _titled(name: str) -> tuple[str, str]:
     return headlines[base][0], short(name.removeprefix(f"{base}_"), 60)
 
 
-def sentences(shown: Sequence[Shown]) -> list[str]:
+def sentences(findings: Sequence[PageFinding]) -> list[str]:
     """The sentences of findings."""
-    return [one.prefix + short(one.entry["sentence"], 600) for one in shown if one.entry.get("sentence")]
+    return [
+        finding.prefix + short(finding.entry["sentence"], 600) for finding in findings if finding.entry.get("sentence")
+    ]
 
 
 def title(meta: Meta) -> str:
     """Title of the page."""
     if meta.get("models"):
-        first, *others = [short(entry.get("label", "?"), 60) for entry in meta["models"]]
-        return f"{first} against {', '.join(others[:3])}" + (" and others" if len(others) > 3 else "")
+        first, *other_labels = [short(entry.get("label", "?"), 60) for entry in meta["models"]]
+        return f"{first} against {', '.join(other_labels[:3])}" + (" and others" if len(other_labels) > 3 else "")
     run = meta.get("recipe") if meta.get("kind") == "training" else None
     name = str(run or (meta.get("model") or {}).get("name") or "Unnamed model")
     if name.startswith("/"):  # keep the end of a long path; "What was measured" shows all of it
@@ -78,39 +81,39 @@ def title(meta: Meta) -> str:
     return short(name, 160)
 
 
-def differences(entry: Meta, _: PageSource) -> list[Shown]:
-    """The findings of a comparison; those that the table of models shows come last."""
+def comparison_findings(entry: Meta, _: PageSource) -> list[PageFinding]:
+    """Findings of a comparison, without cards; numbers that the table of models also shows come last."""
     headline = entry.get("headline") or {}
-    in_table = texts()["headlines"]
-    return [Shown(headline[name]) for name in sorted(headline, key=lambda name: name.split(":")[0] in in_table)]
+    in_table = page_texts()["headlines"]
+    return [PageFinding(headline[name]) for name in sorted(headline, key=lambda name: name.split(":")[0] in in_table)]
 
 
-def side_by_side(source: PageSource) -> Table:
-    """The findings of several models as a table: one column per model."""
+def comparison_table(source: PageSource) -> Table:
+    """Headline numbers of several models: one column per model."""
     models = []
     for entry in source.meta.get("models") or []:
-        found = entry.get("headline") or {}
+        headline = entry.get("headline") or {}
         depth = (entry.get("model") or {}).get("num_layers")
         cells = {}
-        for name, (title, _) in texts()["headlines"].items():
-            number = found.get(name, {})
+        for name, (title, _) in page_texts()["headlines"].items():
+            number = headline.get(name, {})
             digits, unit = figure_of(number, depth)
             spread = plus_minus(number)
-            parts = (digits, unit, f"({spread})") if number.get("interval") else (digits, spread, unit)
+            parts = (digits, unit, spread) if number.get("interval") else (digits, spread, unit)
             cells[title] = " ".join(filter(None, parts))
         models.append((entry, cells))
     return across("Models side by side", models)
 
 
-def warnings(meta: Meta) -> list[str]:
+def document_warnings(meta: Meta) -> list[str]:
     """The document's warnings, then those of each model under its label."""
-    found = [short(text, 600) for text in meta.get("warnings") or []]
+    lines = [short(text, 600) for text in meta.get("warnings") or []]
     if meta.get("complete") is False:
-        found.insert(0, "The run was interrupted; the numbers are of the part that finished.")
+        lines.insert(0, "The run was interrupted; the numbers are of the part that finished.")
     for entry in meta.get("models") or []:
         label = short(entry.get("label", "?"), 60)
-        found += [f"{label}: {short(text, 600)}" for text in entry.get("warnings") or []]
-    return found
+        lines += [f"{label}: {short(text, 600)}" for text in entry.get("warnings") or []]
+    return lines
 
 
 def left_out(meta: Meta) -> list[tuple[str, str]]:
@@ -118,7 +121,7 @@ def left_out(meta: Meta) -> list[tuple[str, str]]:
     return [(short(e.get("measure", "?"), 60), short(e.get("reason", ""), 600)) for e in meta.get("left_out") or []]
 
 
-def routers(source: PageSource) -> dict[str, list[Table]]:
+def router_tables(source: PageSource) -> dict[str, list[Table]]:
     """Table of the nearest tokens of a model's dynamic routers; empty if the document lists no routers."""
     known = source.meta.get("router_tokens") or {}
     rows = [
@@ -130,8 +133,8 @@ def routers(source: PageSource) -> dict[str, list[Table]]:
         for entry in known.get("routers") or []
         if entry["tokens"]
     ]
-    note = f"""The {len(rows)} of {known.get("of", len(rows)):,} routers with the nearest tokens. A router reads state m
-    the more, the more a token’s state looks like the router’s vector. Listed are the tokens whose embeddings are
-    nearest to it, and the largest cosine."""
+    note = f"""The {len(rows)} of {known.get("of", len(rows)):,} routers with the nearest tokens. A router gives state m
+    more weight for tokens whose state resembles the router’s vector. The table lists the tokens whose embeddings are
+    nearest to that vector, and the largest cosine."""
     columns = ["Nearest tokens", "Cosine"]
     return {"memory": [Table("Tokens of dynamic routers", columns, rows, "Router", note, folded=True, text=True)]}

@@ -33,12 +33,12 @@ from fulldepth.reporting.kinds import (
     TRAINING,
     Kind,
 )
-from fulldepth.reporting.measured import Shown
+from fulldepth.reporting.measured import PageFinding
 from fulldepth.reporting.phrases import (
     amount_of_text,
     dotted,
     percent,
-    plain,
+    plain_text,
     plus_minus,
     scaled,
     seconds,
@@ -48,53 +48,58 @@ from fulldepth.reporting.phrases import (
 )
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.style import DARK, INK, PAPER, SEQUENTIAL, TEMPLATE
-from fulldepth.reporting.tables import Meta, Table, settings_table, texts
+from fulldepth.reporting.tables import Meta, Table, page_texts, settings_table
 
+CARD = ("name", "symbol", "digits", "unit", "error")
+"""Fields of a card in the template."""
 TOKEN_LIMIT = 40
 """Maximum number of characters of a token of the lens grid."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a kind of page says around its figures; `PageSource` is its table and document."""
+    """Functions that produce the texts and tables of one kind of page from its table and document (`PageSource`)."""
 
-    findings: Callable[[Meta, PageSource], Sequence[Shown]] = measured.findings
+    findings: Callable[[Meta, PageSource], Sequence[PageFinding]] = measured.findings_of_measurement
     """The findings of the document or of the entry of one step."""
     story: Callable[[PageSource], dict[str, Any] | None] = lambda _: None
-    """The opening paragraph: `sentences`, and the command to run `next` with its reason `why`; None = the first one."""
+    """The opening paragraph: `sentences`, and under `next` a `command` to run with its reason `why`.
+
+    None = the page opens with the sentence of the first finding.
+    """
     models: Callable[[PageSource], Table | None] = lambda _: None
     """Table of several models side by side."""
     tables: Callable[[PageSource], Mapping[str, Sequence[Any]]] = lambda _: {}
     """Id of a section -> tables, block maps and texts before its figures."""
     title: Callable[[PageSource], str] = lambda source: measured.title(source.meta)
-    warnings: Callable[[PageSource], list[str]] = lambda source: measured.warnings(source.meta)
+    warnings: Callable[[PageSource], list[str]] = lambda source: measured.document_warnings(source.meta)
 
 
-_measurement = Content(story=story.opening, tables=measured.routers)
-_comparison = Content(measured.differences, models=measured.side_by_side)
+_measurement = Content(story=story.measurement_story, tables=measured.router_tables)
+_comparison = Content(measured.comparison_findings, models=measured.comparison_table)
 CONTENTS = {
     SINGLE: _measurement,
     SERIES: _measurement,
     COMPARISON: _comparison,
-    TRAINING: Content(tables=training.tables),
-    GROUPS: Content(groups.findings, models=groups.side_by_side, tables=groups.tables),
+    TRAINING: Content(tables=training.cost_tables),
+    GROUPS: Content(groups.findings_of_groups, models=groups.tests_table, tables=groups.settings_tables),
     SKIP: Content(
-        skip.findings, skip.story, skip.side_by_side, skip.tables,
-        lambda source: measured.title({"model": skip.model(source)}), skip.warnings,
+        skip.findings_of_folders, skip.skip_story, skip.timed_models_table, skip.folder_tables,
+        lambda source: measured.title({"model": skip.model(source)}), skip.folder_warnings,
     ),
-    EXIT: Content(story=exits.story, tables=exits.tables),
+    EXIT: Content(story=exits.exit_story, tables=exits.threshold_tables),
     EXITS: _comparison,
-    GENERATION: Content(story=exits.story, tables=exits.tables_of_generation),
-    EVALUATION: Content(story=evaluation.story, tables=evaluation.tables),
-    EVALUATIONS: replace(_comparison, models=evaluation.side_by_side),
+    GENERATION: Content(story=exits.exit_story, tables=exits.generation_tables),
+    EVALUATION: Content(story=evaluation.evaluation_story, tables=evaluation.task_tables),
+    EVALUATIONS: replace(_comparison, models=evaluation.whole_scores_table),
 }  # fmt: skip
-"""Kind that a page is drawn as -> what it says."""
+"""Kind that a page is drawn as -> its texts and tables."""
 
 
 def payload(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template shows.
+    """Values that the template `page.html` shows.
 
-    Of a series, verdict, lens grids and figures are those of the last checkpoint, beside curves over training.
+    The page of a series shows the verdict, lens grids and figures of its last checkpoint, and curves over training.
     """
     source = now = PageSource(table, meta)
     content = CONTENTS[source.kind]
@@ -102,20 +107,21 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
     left_out = measured.left_out(meta)
     if source.kind == SERIES:
         step = max(source.steps)
-        entry = {"step": step, **next((one for one in meta.get("steps") or [] if int(one["step"]) == step), {})}
+        stated = [checkpoint for checkpoint in meta.get("steps") or [] if int(checkpoint["step"]) == step]
+        entry = {"step": step, **(stated[0] if stated else {})}
         now = PageSource(source.steps[step], {**meta, "model": entry.get("model") or meta.get("model")})
         left_out += measured.left_out(entry)
-    found = content.findings(entry, source)
-    said = measured.sentences(found)
-    told = content.story(now) or ({"sentences": said[:1]} if said else None)
-    if told and (following := meta.get("next")):
-        told = {**told, "next": {name: short(following.get(name) or "", 900) for name in ("why", "command")}}
+    findings = content.findings(entry, source)
+    sentences = measured.sentences(findings)
+    opening = content.story(now) or ({"sentences": sentences[:1]} if sentences else None)
+    if opening and (following := meta.get("next")):
+        opening = {**opening, "next": {name: short(following.get(name) or "", 900) for name in ("why", "command")}}
     strips = story.by_stack(now.table, now.meta) if source.kind in (SINGLE, SERIES) else {}
     drawn = figures.build(table, meta)
     settings = [] if meta.get("models") else [settings_table("All settings", meta.get("settings"))]
     words: dict[str, int] = {}
     grids = [
-        {"label": short(model.get("label", "?"), 60), "samples": pack(model.get("lens_grid"), words)}
+        {"label": short(model.get("label", "?"), 60), "samples": lens_samples(model.get("lens_grid"), words)}
         for model in entry.get("models") or [entry]
     ]
     return {
@@ -123,24 +129,24 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
         "meta": meta,
         "title": content.title(source),
         "step": entry.get("step"),
-        "story": told,
+        "story": opening,
         "profiles": [
             {"stack": stack, **strip} for stack, facts in strips.items() if (strip := story.profile(facts))
         ],
         "cards": [
-            dict(zip(("name", "symbol", "digits", "unit", "error"), (*one.card, plus_minus(one.entry)), strict=True))
-            for one in found
-            if one.card
+            dict(zip(CARD, (*finding.card, plus_minus(finding.entry)), strict=True))
+            for finding in findings
+            if finding.card
         ],
         "models": content.models(source),
-        "more_sentences": said,
+        "more_sentences": sentences,
         "warnings": content.warnings(source),
         "left_out": list(dict.fromkeys(left_out)),
         "sections": arrange(drawn, source.page, {"settings": settings, **content.tables(source)}),
-        "figures": {name: packed(figure) for name, figure in drawn.items()},
+        "figures": {name: figure_as_json(figure) for name, figure in drawn.items()},
         "lens": [grid for grid in grids if grid["samples"]],
         "words": list(words),
-        "intro": texts()["intros"][source.page.sections],
+        "intro": page_texts()["intros"][source.page.sections],
         "notes": notes(source),
         **(skip.for_template(source) if source.kind == SKIP else {}),
     }  # fmt: skip
@@ -149,15 +155,19 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
 def arrange(names: Iterable[str], kind: Kind, tables: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Sections with their slots; a slot is a figure with all its variants. Secondary slots are folded.
 
-    Curves over steps whose section is not on the page get a section of their own, and so do other figures.
+    A figure whose section is not on this page goes into the section `training` if it runs over steps, else into
+    `further`.
 
     Args:
-        names: of the figures.
-        kind: of the page.
-        tables: id of a section -> tables before its figures; empty ones are left out.
+        names: names of the figures.
+        kind: kind of the results.
+        tables: id of a section -> tables before its figures; empty tables are left out.
     """
     records = {record.name: record for record, _ in figures.records(kind.drawn_as or kind.name)}
-    every = [*texts()["sections"][kind.sections], *({**one, "after": True} for one in texts()["after"])]
+    every = [
+        *page_texts()["sections"][kind.sections],
+        *({**section, "after": True} for section in page_texts()["after"]),
+    ]
     placed: dict[str, dict[str, list[str]]] = {section["id"]: {} for section in every}
     for name in names:
         base = name.partition(":")[0]
@@ -168,25 +178,25 @@ def arrange(names: Iterable[str], kind: Kind, tables: Mapping[str, Sequence[Any]
     arranged = []
     for section in every:
         slots = placed[section["id"]]
-        shown = [one for one in tables.get(section["id"], []) if not isinstance(one, Table) or one.rows]
-        if slots or shown:
+        filled = [table for table in tables.get(section["id"], []) if not isinstance(table, Table) or table.rows]
+        if slots or filled:
             primary, folded = (
                 [slots[base] for base in slots if records[base].secondary == way] for way in (False, True)
             )
-            parts = {"slots": primary, "folded": folded, "tables": shown, "first": section["id"] == kind.first}
+            parts = {"slots": primary, "folded": folded, "tables": filled, "first": section["id"] == kind.first}
             arranged.append({"intro": "", "after": False, **section, **parts})
     return arranged
 
 
 def notes(source: PageSource) -> list[Note]:
-    """The notes on how to read the figures of these results: those on one of its measures, or that name none."""
+    """Notes on how to read the figures: those about a measure in the table, and those that name no measure."""
     measures = {str(name) for name in source.table["measure"].unique()}
-    general = [Note(**texts()["standard_errors"])] if source.page.sections in ("models", "training") else []
+    general = [Note(**page_texts()["standard_errors"])] if source.page.sections in ("models", "training") else []
     every = [*general, *(note for record, _ in figures.records(source.kind) for note in record.notes)]
     return [note for note in dict.fromkeys(every) if not note.measures or measures & {*note.measures}]
 
 
-def pack(grid: Mapping[str, Any] | None, words: dict[str, int]) -> list[dict[str, Any]]:
+def lens_samples(grid: Mapping[str, Any] | None, words: dict[str, int]) -> list[dict[str, Any]]:
     """The samples of a lens grid for the page; distinct tokens are added to `words`.
 
     Each sample has `title`, `tokens` and `targets` (indices of words), `saturation` (layers; null if unknown), and by
@@ -195,8 +205,8 @@ def pack(grid: Mapping[str, Any] | None, words: dict[str, int]) -> list[dict[str
 
     def index(token: object) -> int:
         raw = "" if token is None else str(token)
-        shown = visible(raw if len(raw) <= TOKEN_LIMIT else raw[: TOKEN_LIMIT - 1] + "…")
-        return words.setdefault(shown, len(words))
+        text = visible(raw if len(raw) <= TOKEN_LIMIT else raw[: TOKEN_LIMIT - 1] + "…")
+        return words.setdefault(text, len(words))
 
     return [
         {
@@ -214,7 +224,7 @@ def pack(grid: Mapping[str, Any] | None, words: dict[str, int]) -> list[dict[str
     ]
 
 
-def packed(drawn: go.Figure) -> dict[str, Any]:
+def figure_as_json(drawn: go.Figure) -> dict[str, Any]:
     """`data`, `layout` and `about` (title, subtitle, alt, variant, beside) of a figure, without the shared layout.
 
     The texts of `about` are not escaped, unlike plotly's labels.
@@ -223,16 +233,16 @@ def packed(drawn: go.Figure) -> dict[str, Any]:
     layout = {key: value for key, value in raw["layout"].items() if key not in ("template", "title", "meta")}
     about = dict(raw["layout"]["meta"])
     about |= {name: unescape(text.replace("<br>", " ")) for name, text in about.items() if isinstance(text, str)}
-    return {"data": compact(list(raw["data"])), "layout": compact(layout), "about": about}
+    return {"data": compact_json(list(raw["data"])), "layout": compact_json(layout), "about": about}
 
 
-def compact(value: Any) -> Any:
+def compact_json(value: Any) -> Any:
     """The value as JSON: floats to six significant digits, NaN as null."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): compact(part) for key, part in value.items()}
-    return [compact(part) for part in value] if isinstance(value, list | tuple) else value
+        return {str(key): compact_json(part) for key, part in value.items()}
+    return [compact_json(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def render(table: pd.DataFrame, meta: Mapping[str, Any]) -> str:
@@ -246,26 +256,27 @@ def render(table: pd.DataFrame, meta: Mapping[str, Any]) -> str:
     """
     page = payload(table, meta)
     data = {name: page[name] for name in ("figures", "lens", "words")}
-    data |= {"template": compact(TEMPLATE.to_plotly_json()), "dark": DARK}
-    return _environment().get_template("page.html").render(page, data=embed(data), plotly=plotly())
+    data |= {"template": compact_json(TEMPLATE.to_plotly_json()), "dark": DARK}
+    return _environment().get_template("page.html").render(page, data=embedded_json(data), plotly=plotly())
 
 
 def index(title: str, chapters: Sequence[Mapping[str, Any]]) -> str:
-    """The page of a measurement and what was removed after it: the strip of layers, three sentences, and commands.
+    """The index page of a measurement and of the removal that followed: strip of layers, three sentences, and commands.
 
     Args:
-        title: of the page.
-        chapters: with `href`, `title`, `table`, `meta`, and the `command` that made them; the measurement first.
+        title: title of the page.
+        chapters: one for each result folder, the measurement first. Each has `href`, `title`, `table`, `meta`, and the
+            `command` that made it.
     """
-    measurement, *others = [PageSource(one["table"], one["meta"]) for one in chapters]
+    measurement, *skip_sources = [PageSource(chapter["table"], chapter["meta"]) for chapter in chapters]
     facts = story.Facts(measurement.table, measurement.layers)
-    folders = [part for source in others for part in skip.parts(source)]
+    folders = [part for source in skip_sources for part in skip.parts(source)]
     removed = [layer for removal in skip.removals(folders)[:1] for layer, _ in removal.places]
     strip = story.profile(facts, removed)
-    told = story.story(facts, measurement.meta) or {"sentences": []}
+    opening = story.paragraph(facts, measurement.meta) or {"sentences": []}
     return _environment().get_template("index.html").render(
         title=title, chapters=chapters, profiles=[strip] if strip else [], meta=measurement.meta,
-        sentences=[*told["sentences"][:1], *skip.cost_and_saving(folders)],
+        sentences=[*opening["sentences"][:1], *skip.cost_and_saving(folders)],
     )  # fmt: skip
 
 
@@ -276,10 +287,10 @@ def _environment() -> jinja2.Environment:
     shades = [(shade, INK if at < 6 else PAPER) for at, shade in enumerate(SEQUENTIAL)]
     night = [(DARK[shade], DARK[INK if at < 5 else PAPER]) for at, shade in enumerate(SEQUENTIAL)]
     part = {"part": lambda name: Markup(loader.get_source(environment, name)[0])}
-    environment.globals |= {**part, "ramp": {"light": shades, "dark": night}, "names": texts()}
-    own = (amount_of_text, dotted, percent, plain, scaled, seconds, short, size, training.objective_line)
-    environment.filters |= {one.__name__: one for one in own}
-    environment.tests["table"] = lambda one: isinstance(one, Table)
+    environment.globals |= {**part, "ramp": {"light": shades, "dark": night}, "names": page_texts()}
+    filters = (amount_of_text, dotted, percent, plain_text, scaled, seconds, short, size, training.objective_line)
+    environment.filters |= {function.__name__: function for function in filters}
+    environment.tests["table"] = lambda value: isinstance(value, Table)
     return environment
 
 
@@ -294,6 +305,6 @@ def plotly() -> str:
     return base64.b64encode(bundle.read_bytes()).decode("ascii")
 
 
-def embed(document: Any) -> str:
+def embedded_json(document: Any) -> str:
     """JSON that is safe inside a script element: ASCII only, without characters that are special in HTML."""
     return htmlsafe_json_dumps(document, allow_nan=False, separators=(",", ":"))

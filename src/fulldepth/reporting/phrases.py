@@ -8,7 +8,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from fulldepth.core.errors import rounded
 from fulldepth.core.uncertainty import counted
+from fulldepth.reporting.source import number
 from fulldepth.reporting.style import is_invisible, minus
 
 NOTHING = "–"
@@ -45,26 +47,35 @@ def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str
     if not isinstance(value, int | float) or not math.isfinite(value):
         return NOTHING, ""
     if unit == "%":
-        return f"{value:.1f}", "%"
+        return minus(value, f".{max(1, _decimals(entry))}f"), "%"
     if unit in ("layers", "tokens"):
         digits = f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
         return digits, f"of {layers}" if unit == "layers" and isinstance(layers, int) else unit
     if unit == "tokens/s":  # the caption says what is counted
         return scaled(value) if value >= 100 else f"{value:.1f}", ""
     if unit in SCALES:
-        digits, _, shown = SCALES[unit](value).partition(" ")
-        return digits, shown
-    form = ".4g" if 0.9995 <= abs(value) < 1 else ".4f" if 0 < abs(value) < 0.01 else ".3f"
-    digits = minus(value, form)
+        digits, _, unit_text = SCALES[unit](value).partition(" ")
+        return digits, unit_text
+    decimals = max(4 if 0 < abs(value) < 0.01 else 3, _decimals(entry))
+    digits = minus(value, ".4g" if decimals == 3 and 0.9995 <= abs(value) < 1 else f".{decimals}f")
     return digits, "" if unit == "1" else short(unit, 16)
 
 
+def _decimals(entry: Mapping[str, Any]) -> int:
+    """Decimal place of the first significant digit of a number's standard error: 3 for 0.0056; 0 if there is none."""
+    error = number(entry.get("standard_error"))
+    return -math.floor(math.log10(error)) if error is not None and 0 < error < 1 else 0
+
+
 def plus_minus(entry: Mapping[str, Any]) -> str:
-    """The standard error of a headline's number, `± 0.0043`, or its interval, `24 to 30`; empty if there is none."""
+    """The standard error of a headline's number, `± 0.0043`, or its interval, `(24 to 30)`; empty if there is none."""
     if interval := entry.get("interval"):
-        return "{:.4g} to {:.4g}".format(*interval)
-    error = entry.get("standard_error")
-    return f"± {error:.2g}" if isinstance(error, int | float) and math.isfinite(error) else ""
+        return "({} to {})".format(*(rounded(end, ".4g") for end in interval))
+    error = number(entry.get("standard_error"))
+    if error is None:
+        return ""
+    text = rounded(error, ".2g")
+    return f"± {error:.{_decimals(entry) + 1}f}" if "e-" in text else f"± {text}"
 
 
 def quantity(value: Any, unit: str) -> str:
@@ -87,15 +98,15 @@ def scaled(value: Any) -> str:
 
 
 def amount_of_text(data: Mapping[str, Any]) -> str:
-    """What data consist of: `40 rows`, `1 document in 24 pieces of text`; empty if it is not known.
+    """The amount of data in words: `40 rows`, `1 document in 24 pieces of text`.
 
-    Results of earlier versions counted pieces as documents and lack `clusters`.
+    Empty if it is unknown, as in results of earlier versions, which counted pieces as documents and lack `clusters`.
     """
     documents, clusters, unit = (data.get(key) for key in ("documents", "clusters", "unit"))
     if not documents or not clusters or not unit:
         return ""
     of_text = counted(documents, "document")
-    if clusters == documents:  # no error is known where all text is one block
+    if clusters == documents:  # each piece is a document of its own
         return counted(clusters, short(unit, 40)) if unit in ("row", "image", "sequence") else of_text
     return f"{of_text} in {counted(clusters, short(unit, 40))}"
 
@@ -130,7 +141,7 @@ def dotted(parts: Iterable[Any]) -> Markup:
     return Markup(" · ").join(part if isinstance(part, Markup) else short(part, 160) for part in parts if part)
 
 
-def plain(value: Any) -> str:
+def plain_text(value: Any) -> str:
     """Any value as text; integers with thousands separators."""
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else short(value, 160)
 

@@ -16,7 +16,7 @@ from fulldepth.reporting import measured
 from fulldepth.reporting.charts import Figure, readings
 from fulldepth.reporting.draw import Drawn, chart, legend_entry, points, value_axis
 from fulldepth.reporting.kinds import TOGETHER
-from fulldepth.reporting.measured import Shown
+from fulldepth.reporting.measured import PageFinding
 from fulldepth.reporting.phrases import (
     dotted,
     figure_of,
@@ -25,12 +25,12 @@ from fulldepth.reporting.phrases import (
     short,
     size,
 )
-from fulldepth.reporting.source import PageSource, PlottedCurve, curve, num_layers, number, select
+from fulldepth.reporting.source import PageSource, PlottedCurve, curve_of, num_layers, number, select
 from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, figure, label, minus, translucent
 from fulldepth.reporting.tables import Meta, Table, of_record, settings_table
 
 PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
-"""Granularity -> what is removed, in the singular."""
+"""Granularity -> name of one removed part."""
 BRANCHES = [part for part in PARTS if part != "layer"]
 """The parts of a layer."""
 PHASES = ("prefill", "decode")
@@ -46,7 +46,7 @@ CARDS = {
     "break_point": "Break point",
     "gguf_size": "Size of the GGUF file",
 }
-"""Name in `results.json` (for benchmarks, followed by the model) -> title of the card; the table has the times."""
+"""Name in `results.json` (in a healing, followed by the model) -> title of the card."""
 SIZES = ("parameter_bytes", "kv_bytes_per_token", "peak_memory")
 
 
@@ -55,13 +55,17 @@ class SkipPart:
     """One result folder."""
 
     label: str
-    """Its name if there are several; empty for a single folder."""
+    """Name of the folder on a page of several folders; empty for a single folder."""
     kind: str
     table: pd.DataFrame
     meta: Meta
 
     def value(self, measure: str, statistic: str, site: str = "model", model: str = "") -> float | None:
-        """A number of the folder, or of one of its models: over the whole grid, or else the median of its cells."""
+        """A number of the folder, or of one of its models.
+
+        The row without batch size is the number of the whole grid; if there is none, the median of all rows is
+        returned. None if no row has a finite value.
+        """
         rows = select(self.table[self.table["model"] == model] if model else self.table, measure, statistic, site)
         whole = rows[rows["batch"].isna()] if "batch" in rows else rows
         finite = [real for real in map(number, (whole if len(whole) else rows)["value"]) if real is not None]
@@ -85,20 +89,20 @@ class Removal:
     """Removed blocks in the order of removal."""
 
     names: dict[str, None]
-    """Names of the folders and models that it comes from; may be empty."""
+    """Names of the folders and models with this removal, as keys; may be empty."""
     granularity: str
     blocks: tuple[int | str, ...]
-    """As in a plan: layers, or of granularity `any` texts such as `mlp 12`."""
+    """Blocks as a plan states them: layer numbers, or texts such as `mlp 12` for granularity `any`."""
     losses: tuple[float, ...]
-    """Held-out losses of the unmodified model and after each removal, not healed; empty if unknown."""
+    """Held-out loss of the unmodified model, then after each removal, without healing; empty if unknown."""
     healed: float | None = None
     scalars_only: float | None = None
     curve: SkipPart | None = None
-    """The curve that measured it, with intervals."""
+    """Folder of the removal curve that measured it, which has intervals."""
 
     @property
     def name(self) -> str:
-        """All its names."""
+        """The names of its folders and models, joined."""
         return ", ".join(self.names)
 
     @property
@@ -108,16 +112,16 @@ class Removal:
         return [(int(layer), part) for part, _, layer in pairs]
 
     def begins(self, other: Removal) -> bool:
-        """Whether a longer removal has begun with the same blocks at the same losses."""
+        """Return True if `other` is longer and starts with the same blocks at the same losses."""
         size = len(self.blocks)
         same = (other.granularity, other.blocks[:size]) == (self.granularity, self.blocks)
         return same and len(other.blocks) > size and bool(np.allclose(other.losses[: size + 1], self.losses, 1e-4, 0))
 
 
 def removals(folders: Iterable[SkipPart]) -> list[Removal]:
-    """All sequences of removed blocks in the folders, without repetition."""
+    """The distinct sequences of removed blocks in the folders."""
     merged: dict[object, Removal] = {}
-    for part, name, plan in ((one, *named) for one in folders for named in plans(one)):
+    for part, name, plan in ((folder, *named) for folder in folders for named in plans(folder)):
         blocks = tuple(block if isinstance(block, str) else int(block) for block in plan.get("blocks") or [])
         losses = tuple(loss for loss in map(number, plan.get("losses") or []) if loss is not None)
         losses *= len(losses) == len(blocks) + 1
@@ -132,20 +136,20 @@ def removals(folders: Iterable[SkipPart]) -> list[Removal]:
 
 
 def plans(part: SkipPart) -> list[tuple[str, Mapping[str, Any]]]:
-    """(name, plan) of all plans in a folder's document; plans may be incomplete."""
+    """(name, plan) for every plan in a folder's document. Entries of a plan may be missing."""
     meta = part.meta
     if part.kind == "bench":
         return [(str(entry.get("label", "?")), entry) for entry in meta.get("models") or []]
     return [(part.label, meta["plan"])] if isinstance(meta.get("plan"), Mapping) else []
 
 
-def layers_of(folders: Sequence[SkipPart]) -> int:
-    """L, as the documents state, or else the deepest layer of the tables."""
+def num_layers_of(folders: Sequence[SkipPart]) -> int:
+    """Number of layers of the model: as the documents state it, or else the deepest layer in the tables."""
     return max(num_layers(part.table, part.meta.get("model")) for part in folders)
 
 
 class Spread(NamedTuple):
-    """A time over the original's, with its 95 % interval; both ends are the value where there is none."""
+    """A time divided by the original's, with its 95 % interval. Without an interval, both ends equal the value."""
 
     value: float
     low: float
@@ -153,7 +157,7 @@ class Spread(NamedTuple):
 
     @property
     def speed_up(self) -> Spread:
-        """The original's time over this one's."""
+        """The inverse: the original's time divided by this time."""
         return Spread(1 / self.value, 1 / self.high, 1 / self.low)
 
 
@@ -165,29 +169,29 @@ class TimedModel:
     part: SkipPart
     program: str
     base: str
-    """The model that its times and sizes are compared with: the first of its program, the original's if it runs it."""
+    """Name of the model that its times and sizes are compared with: the first one that the same program ran."""
     original: bool
     baseline: bool
-    """Whether it is the first of its program."""
+    """True if this is that first model of its program."""
     loss: float | None
-    """Held-out loss in nats: measured, or else of the plan of the export."""
+    """Held-out loss in nats: measured, or else as the plan of the export states it."""
     added: float | None
-    """The loss that it adds to the original's, on the same data."""
+    """Loss minus the original's loss, on the same data."""
     error: float | None
     """Standard error of the added loss."""
     stated: bool
-    """Whether the loss is the plan's instead of being measured with the times."""
+    """True if the loss comes from the plan and was not measured together with the times."""
     times: Mapping[str, Spread]
-    """Phase -> time over that of `base`, over the whole grid."""
+    """Phase -> time divided by that of `base`, over the whole grid."""
     decoding: float | None
-    """Milliseconds for a token of one sequence, the median over contexts."""
+    """Milliseconds per token when decoding one sequence; the median over context lengths."""
     bytes: Mapping[str, float]
     """Measure -> bytes, the median over the grid."""
 
 
 def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
-    """The models of all benchmarks; the original of each folder first, then by program."""
-    found = []
+    """The models of all benchmarks, in the order of each benchmark's table, whose first model is the original."""
+    timed = []
     for part in folders:
         if part.kind != "bench" or "model" not in part.table.columns:
             continue
@@ -201,8 +205,8 @@ def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
             base_name = next(other for other in names if programs[other] == programs[name])
             single = part.table[(part.table["model"] == name) & (part.table["batch"] == 1)]
             decoding = select(single, "decode_time", "median", "decode")["value"].median()
-            loss, base = (part.value("loss", "mean", model=one) for one in (name, names[0]))
-            losses = [number(one) for one in entry.get("losses") or []]
+            loss, base = (part.value("loss", "mean", model=model_name) for model_name in (name, names[0]))
+            losses = [number(value) for value in entry.get("losses") or []]
             if loss is None:
                 loss = number(entry.get("healed_loss")) or (losses or [None])[-1]
                 base = (losses or [None])[0]
@@ -214,7 +218,7 @@ def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
                     time = low = high = 1.0
                 if time is not None:
                     times[phase] = Spread(time, low or time, high or time)
-            found.append(
+            timed.append(
                 TimedModel(
                     f"{part.label}: {name}" if several else name,
                     part,
@@ -228,41 +232,43 @@ def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
                     of_plan,
                     times,
                     None if pd.isna(decoding) else 1000 * float(decoding),
-                    {size: own for size in SIZES if (own := part.value(size, "value", model=name)) is not None},
+                    {size: value for size in SIZES if (value := part.value(size, "value", model=name)) is not None},
                 )
             )
-    return found
+    return timed
 
 
 def _removed(part: SkipPart, measure: str, name: str, index: int, form: str = ".4f") -> Drawn:
     """A measure of a curve by number of removed blocks, with its interval."""
     mean, low, high = (
-        curve(part.table, measure, statistic, "model", by="removed") for statistic in ("mean", "low", "high")
+        curve_of(part.table, measure, statistic, "model", by="removed") for statistic in ("mean", "low", "high")
     )
     return Drawn(mean, name, **categorical(index), form=form, low=low, high=high)
 
 
 def _over_removed(drawn: Sequence[Drawn], subtitle: str, **settings: Any) -> go.Figure | None:
     """Curves over the number of removed blocks."""
-    largest = max([1, *(at for one in drawn for at in one.curve.at)])
+    largest = max([1, *(at for line in drawn for at in line.curve.at)])
     margin = max(0.4, largest * 0.03)
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if largest / s <= 13)
     across = axis("Blocks removed", unifiedhovertitle={"text": "%{x} removed"}, dtick=step, tick0=0)
-    subtitle += ". Band: 95 % interval over documents" * any(one.low for one in drawn)
+    subtitle += ". Band: 95 % interval over documents" * any(line.low for line in drawn)
     settings |= {"xaxis": {**across, "range": [-margin, largest + margin]}, "legend": {"traceorder": "normal"}}
     return chart(drawn, subtitle=subtitle, height=420, **settings)
 
 
 def removal_loss(_: Figure, source: PageSource) -> Figures:
-    """The loss that the first removals add together; healed and control as marks, the break point as a line."""
+    """Loss added by the first k removals, as a curve over k, with marks (healed model, control) and the break point."""
     known = [removal for removal in removals(parts(source)) if removal.losses]
-    shown = [one for one in known if one.healed is not None or not any(one.begins(other) for other in known)]
+    drawn_removals = [
+        removal for removal in known if removal.healed is not None or not any(removal.begins(other) for other in known)
+    ]
     drawn: list[Drawn] = []
     marks: list[Drawn] = []
     lines: list[go.Scatter] = []
     shapes: list[dict[str, Any]] = []
-    for index, removal in enumerate(shown):
-        several = f" ({label(removal.name, 40)})" if len(shown) > 1 and removal.name else ""
+    for index, removal in enumerate(drawn_removals):
+        several = f" ({label(removal.name, 40)})" if len(drawn_removals) > 1 and removal.name else ""
         base = removal.losses[0]
         part = removal.curve
 
@@ -271,8 +277,8 @@ def removal_loss(_: Figure, source: PageSource) -> Figures:
             return PlottedCurve([*at], [loss - base for loss in losses], ["?"] * len(losses))
 
         if not any(removal.begins(other) for other in known):  # else a longer line contains the same points
-            own = _removed(part, "loss_added", f"Not healed{several}", index) if part else None
-            drawn.append(own or Drawn(added(removal.losses), f"Not healed{several}", **categorical(index)))
+            measured_curve = _removed(part, "loss_added", f"Not healed{several}", index) if part else None
+            drawn.append(measured_curve or Drawn(added(removal.losses), f"Not healed{several}", **categorical(index)))
         color = categorical(index)["color"] if several else CATEGORICAL[2]
         for name, loss, at, mark in (
             ("Healed", removal.healed, len(removal.blocks), {"symbol": "diamond"}),
@@ -297,7 +303,7 @@ def removal_loss(_: Figure, source: PageSource) -> Figures:
 
 
 def by_removed(record: Figure, source: PageSource) -> Figures:
-    """A measure of the predictions of curves over the number of removed blocks."""
+    """A measure of a removal curve's predictions over the number of removed blocks, one line per curve."""
     (line,) = record.lines
     curves = [part for part in parts(source) if part.kind == "curve"]
     drawn = [
@@ -309,18 +315,18 @@ def by_removed(record: Figure, source: PageSource) -> Figures:
 
 
 def pareto(_: Figure, source: PageSource) -> Figures:
-    """Loss added over time as a multiple of the original's, for decoding and for the prompt."""
+    """Loss added against time (as a multiple of the original's): one figure for decoding, one for prefill."""
     return readings((phase, _plane(source, phase)) for phase in reversed(PHASES))
 
 
 def _plane(source: PageSource, phase: str) -> go.Figure | None:
-    known = [one for one in timed_models(parts(source)) if phase in one.times and one.added is not None]
-    originals = [one for one in known if one.original][:1]
-    shown = [*originals, *(one for one in known if not one.original)]
-    if all(one.baseline for one in shown):
+    known = [model for model in timed_models(parts(source)) if phase in model.times and model.added is not None]
+    originals = [model for model in known if model.original][:1]
+    models = [*originals, *(model for model in known if not model.original)]
+    if all(model.baseline for model in models):
         return None
     traces = []
-    for index, model in enumerate(shown):
+    for index, model in enumerate(models):
         color = INK if model.original else categorical(index - len(originals))["color"]
         (time, low, high) = model.times[phase]
         added = model.added or 0.0
@@ -348,7 +354,7 @@ def _plane(source: PageSource, phase: str) -> go.Figure | None:
 
 
 def model(source: PageSource) -> dict[str, Any]:
-    """Entry of the model, merged from all folders."""
+    """The entry `model`, merged from all folders; the first folder that states a field wins."""
     merged: dict[str, Any] = {}
     for part in parts(source):
         for described in (part.meta.get("model"), *(plan.get("model") for _, plan in plans(part))):
@@ -357,16 +363,16 @@ def model(source: PageSource) -> dict[str, Any]:
 
 
 def for_template(source: PageSource) -> dict[str, Any]:
-    """The folders, their model, and the names of the data that their losses are of."""
+    """Values for the template: the folders, their model, and the names of the held-out data."""
     folders = parts(source)
     data = [(part.meta.get("data") or {}).get("heldout") or {} for part in folders]
-    names = dict.fromkeys(short(one["name"], 60) for one in data if one.get("name"))
+    names = dict.fromkeys(short(heldout["name"], 60) for heldout in data if heldout.get("name"))
     return {"parts": folders, "model": model(source), "heldout": list(names)}
 
 
-def findings(_: Meta, source: PageSource) -> list[Shown]:
+def findings_of_folders(_: Meta, source: PageSource) -> list[PageFinding]:
     """The findings of all folders."""
-    shown = []
+    findings = []
     folders = parts(source)
     for part in folders:
         several = sum(other.kind == part.kind for other in folders) > 1
@@ -374,16 +380,19 @@ def findings(_: Meta, source: PageSource) -> list[Shown]:
         for key, entry in (part.meta.get("headline") or {}).items():
             name, of = str(key).partition(" ")[::2] if part.kind in ("bench", "heal") else (str(key), "")
             card = None
-            if name in CARDS and part.kind != "bench" and entry.get("value") is not None:  # a table has a benchmark's
-                card = (CARDS[name], dotted([of, label]), *figure_of(entry, layers_of(folders)))
-            shown.append(Shown(entry, card, prefix=f"{label}: " if label else ""))
-    return shown
+            if (
+                name in CARDS and part.kind != "bench" and entry.get("value") is not None
+            ):  # a benchmark's numbers are in a table
+                card = (CARDS[name], dotted([of, label]), *figure_of(entry, num_layers_of(folders)))
+            findings.append(PageFinding(entry, card, prefix=f"{label}: " if label else ""))
+    return findings
 
 
-def story(source: PageSource) -> dict[str, Any] | None:
-    """Of a benchmark, speed and loss of each program's fastest model; of other folders, findings by `Kind.opening`.
+def skip_story(source: PageSource) -> dict[str, Any] | None:
+    """The opening paragraph, or None if no finding has a sentence.
 
-    None = the first finding opens the page.
+    A benchmark opens with speed and loss of each program's fastest model, other folders with the findings that
+    `Kind.opening` names, or else with their first one.
     """
     headline = source.meta.get("headline") or {}
     if source.page.name == "bench":
@@ -397,42 +406,42 @@ def story(source: PageSource) -> dict[str, Any] | None:
 
 
 def decoding(folders: Sequence[SkipPart]) -> list[str]:
-    """Speed and loss of each program's fastest model, a sentence each."""
-    timed = [one for one in timed_models(folders) if "decode" in one.times and not one.baseline]
+    """One sentence per program: decoding speed and loss of its fastest model."""
+    timed = [model for model in timed_models(folders) if "decode" in model.times and not model.baseline]
     fastest: dict[str, TimedModel] = {}
-    for one in sorted(timed, key=lambda one: one.times["decode"].value, reverse=True):
-        fastest[one.program] = one
+    for model in sorted(timed, key=lambda model: model.times["decode"].value, reverse=True):
+        fastest[model.program] = model
     sentences = []
     for program, best in sorted(fastest.items(), reverse=True):
         speed = best.times["decode"].speed_up
         name = short(best.name, 60)
         base = short(best.base, 60)
-        said = f"In {program}, {name} decodes {speed.value:.2f} times as fast as {base}"
+        speed_text = f"In {program}, {name} decodes {speed.value:.2f} times as fast as {base}"
         if speed.low <= 1 <= speed.high:
-            said = f"In {program}, no model decodes measurably faster than {base}; {name} comes closest"
+            speed_text = f"In {program}, no model decodes measurably faster than {base}; {name} comes closest"
         cost = "" if best.added is None else f"; loss added: {with_error(best.added, best.error)}"
-        sentences.append(f"{said} ({speed.low:.2f} to {speed.high:.2f}){cost}.")
+        sentences.append(f"{speed_text} ({speed.low:.2f} to {speed.high:.2f}){cost}.")
     return sentences
 
 
-def signed(added: float, error: float | None) -> str:
-    """A difference of losses with its standard error, if it has one."""
+def signed_loss(added: float, error: float | None) -> str:
+    """A difference of losses as text, with its standard error if known."""
     return f"{minus(added, '+.4f')} {plus_minus({'standard_error': error})}".rstrip()
 
 
 def with_error(added: float, error: float | None) -> str:
-    """The same in words: with its unit, and whether it is measurable."""
-    return f"{signed(added, error)} nats{' (no measurable difference)' * bool(error and abs(added) < 2 * error)}"
+    """The text of `signed_loss` with its unit, and a remark if the difference is not measurable."""
+    return f"{signed_loss(added, error)} nats{' (no measurable difference)' * bool(error and abs(added) < 2 * error)}"
 
 
 def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
-    """What was removed and the loss that it adds, then the speed of decoding: a sentence each."""
+    """Sentences for the index page: the removed blocks with the loss they add, then the decoding speed."""
     sentences = []
-    timed = next((one for one in timed_models(folders) if not one.baseline), None)
+    timed = next((model for model in timed_models(folders) if not model.baseline), None)
     for removal in removals(folders)[:1]:
         named = []
         for part, name in PARTS.items():
-            layers = sorted(layer for layer, own in removal.places if own == part)
+            layers = sorted(layer for layer, removed_part in removal.places if removed_part == part)
             plural = ""
             if layers:
                 plural = "s" * (len(layers) > 1)
@@ -448,27 +457,31 @@ def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
             continue
         healed = "healed" if any(part.kind == "heal" for part in folders) and timed else "not healed"
         change = f"changes the held-out loss by {with_error(added, error)}, {healed}"
-        sentences.append(f"Removing {what} of {layers_of(folders)} {change}.")
+        sentences.append(f"Removing {what} of {num_layers_of(folders)} {change}.")
     headlines = [part.meta.get("headline") or {} for part in folders]
-    busy = [short(one["times"]["sentence"], 600) for one in headlines if "times" in one]
+    busy = [short(headline["times"]["sentence"], 600) for headline in headlines if "times" in headline]
     return sentences + (decoding(folders) or busy)
 
 
-def warnings(source: PageSource) -> list[str]:
-    """Warnings of the folders without repetition, and a reason why their numbers are not comparable."""
+def folder_warnings(source: PageSource) -> list[str]:
+    """Distinct warnings of the folders, and one more if they measured their losses on different data."""
     folders = parts(source)
-    texts = list(dict.fromkeys(text for part in folders for text in measured.warnings({**part.meta, "models": None})))
+    texts = list(
+        dict.fromkeys(text for part in folders for text in measured.document_warnings({**part.meta, "models": None}))
+    )
     data = {short(part.label, 40): part.meta.get("data") or {} for part in folders}
-    hashes = {name: digest for name, own in data.items() if (digest := own.get("hash"))}
+    hashes = {name: digest for name, entry in data.items() if (digest := entry.get("hash"))}
     if len(set(hashes.values())) > 1:
-        texts.append(f"{', '.join(hashes)} read their losses on different data: compare each with its own original.")
+        texts.append(
+            f"{', '.join(hashes)} measured their losses on different data: compare each with its own original."
+        )
     return texts
 
 
-def tables(source: PageSource) -> dict[str, Sequence[Any]]:
+def folder_tables(source: PageSource) -> dict[str, Sequence[Any]]:
     """Id of a section -> its tables and block maps."""
     folders = parts(source)
-    layers = layers_of(folders)
+    layers = num_layers_of(folders)
     return {
         "blocks": [_block_map(removal, layers) for removal in removals(folders)],
         "healing": [_healing(part) for part in folders if part.kind == "heal"],
@@ -479,7 +492,7 @@ def tables(source: PageSource) -> dict[str, Sequence[Any]]:
                 if (settings := part.meta.get("settings"))
             ),
             *(
-                of_record("refits", [(short(str(one.get("branch")), 40), one) for one in refits])
+                of_record("refits", [(short(str(refit.get("branch")), 40), refit) for refit in refits])
                 for part in folders
                 if (refits := part.meta.get("refits"))
             ),
@@ -488,7 +501,7 @@ def tables(source: PageSource) -> dict[str, Sequence[Any]]:
 
 
 def _healing(part: SkipPart) -> Table:
-    """The losses before and after healing."""
+    """Table of the losses before and after healing."""
     rows = []
     base = part.value("loss", "mean", model="original")
     for name in map(str, part.table["model"].dropna().unique()):
@@ -496,13 +509,13 @@ def _healing(part: SkipPart) -> Table:
         loss = cells["loss"]
         error = part.value("loss", "difference_stderr", model=name)
         if name != "original" and base is not None and loss is not None:
-            cells["added"] = signed(loss - base, error)
+            cells["added"] = signed_loss(loss - base, error)
         rows.append((short(name, 40), cells))
     return of_record("healed", rows)
 
 
 def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
-    """A map of the blocks of every layer: which were removed, in what order, and the loss that each added."""
+    """Values for the block map: for every layer its removed blocks, their order, and the loss that each one added."""
     losses = removal.losses
     steps = [minus(after - before, "+.3f") for before, after in pairwise(losses)] or [""] * len(removal.blocks)
     order = enumerate(zip(removal.places, steps, strict=True), start=1)
@@ -525,35 +538,35 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
     }
 
 
-def side_by_side(source: PageSource) -> Table:
-    """All timed models: speed, size and loss; sizes are multiples of those of the first model of the program."""
+def timed_models_table(source: PageSource) -> Table:
+    """Table of the timed models: speed, size and loss. Sizes are multiples of those of the program's first model."""
     timed = timed_models(parts(source))
     rows = []
-    several = len({one.program for one in timed}) > 1
+    several = len({model.program for model in timed}) > 1
     bases: dict[tuple[int, str], Mapping[str, float]] = {}
-    for one in timed:
-        base = bases.setdefault((id(one.part), one.program), one.bytes)
+    for model in timed:
+        base = bases.setdefault((id(model.part), model.program), model.bytes)
         cells = {
-            "program": one.program if several else None,
-            "decoding": one.decoding,
-            "loss": one.loss,
-            "added": None if one.original or one.added is None else signed(one.added, one.error),
-            **{phase: "1×" if one.baseline else _ratio(ratio.speed_up) for phase, ratio in one.times.items()},
+            "program": model.program if several else None,
+            "decoding": model.decoding,
+            "loss": model.loss,
+            "added": None if model.original or model.added is None else signed_loss(model.added, model.error),
+            **{phase: "1×" if model.baseline else _ratio(ratio.speed_up) for phase, ratio in model.times.items()},
             **{
-                name: size(own) if one.baseline else f"{own / base[name]:.2f}×"
-                for name, own in one.bytes.items()
+                name: size(amount) if model.baseline else f"{amount / base[name]:.2f}×"
+                for name, amount in model.bytes.items()
                 if base.get(name)
             },
         }
-        rows.append((f"{short(one.name, 60)}{' (original)' * one.original}", cells))
+        rows.append((f"{short(model.name, 60)}{' (original)' * model.original}", cells))
     table = of_record("timed", rows)
-    from_plans = ", ".join(short(one.name, 40) for one in timed if one.stated and not one.original)
-    note = f"Not measured here, but stated by the plan: the loss of {from_plans}. " if from_plans else ""
+    from_plans = ", ".join(short(model.name, 40) for model in timed if model.stated and not model.original)
+    note = f"The loss of {from_plans} comes from the plan and was not measured here. " if from_plans else ""
     return replace(table, note=note + table.note)
 
 
 def _ratio(ratio: Spread) -> str:
-    """A speed-up with its interval."""
+    """A speed-up with its interval, as text; `≈ 1×` if the interval contains 1."""
     if ratio.low == ratio.high:
         return f"{ratio.value:.2f}× (no interval)"
     interval = f"({ratio.low:.2f} to {ratio.high:.2f})"

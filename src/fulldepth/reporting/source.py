@@ -45,7 +45,10 @@ def number(value: Any) -> float | None:
 
 
 def select(table: pd.DataFrame, measure: str, statistic: str | None = None, site: str | None = None) -> pd.DataFrame:
-    """The rows of one measure, and of one statistic and site if given; of `a|b`, the first that the rows have."""
+    """The rows of one measure, and of one statistic and site if given.
+
+    `statistic` may list alternatives, `a|b`: the first one that has rows is selected.
+    """
     rows = table[table["measure"] == measure]
     if site is not None:
         rows = rows[rows["site"] == site]
@@ -55,7 +58,7 @@ def select(table: pd.DataFrame, measure: str, statistic: str | None = None, site
     return next(filter(len, choices), rows.iloc[:0])
 
 
-def curve(
+def curve_of(
     table: pd.DataFrame,
     measure: str,
     statistic: str | None = None,
@@ -73,8 +76,8 @@ def curve(
         statistic: see `select`.
         site: see `select`.
         by: the column over which the values run.
-        layer: of which the values are, over steps; a step without one is a gap.
-        column: of the values.
+        layer: the layer to select, for curves over steps; a step without a value is a gap.
+        column: the column that holds the values.
     """
     rows = select(table, measure, statistic, site)
     if not {by, column} <= {*rows}:
@@ -90,7 +93,7 @@ def curve(
 
 
 def num_layers(table: pd.DataFrame, model: Mapping[str, Any] | None) -> int:
-    """L, from the model's entry or else from the table."""
+    """Number of layers L: from the model's entry, or else the deepest layer in the table."""
     stated = (model or {}).get("num_layers")
     if isinstance(stated, int) and stated > 0:
         return stated
@@ -137,7 +140,7 @@ class PageSource:
 
     @cached_property
     def layers(self) -> int:
-        """L of the model."""
+        """Number of layers L of the model."""
         return num_layers(self.table, self.meta.get("model"))
 
     @cached_property
@@ -162,7 +165,7 @@ class PageSource:
         return runs
 
     def with_column(self, column: str) -> list[Run]:
-        """The models whose rows have values in a column; differences are those of all but the baseline."""
+        """The models whose rows have values in a column; in the column `difference`, all but the baseline."""
         return [run for run in self.runs if column in run.table and not (column == "difference" and run.baseline)]
 
     @cached_property
@@ -171,9 +174,9 @@ class PageSource:
         return next((run.name for run in self.runs if run.baseline), "the baseline")
 
 
-def stack_rows(table: pd.DataFrame, stack: str) -> pd.DataFrame:
-    """The rows of one stack, with the sites that they have in a model of one stack."""
+def rows_of_stack(table: pd.DataFrame, stack: str) -> pd.DataFrame:
+    """The rows of one stack, with the sites renamed as in a model of a single stack (`residual`)."""
     sites = table["site"].astype(str)
-    own = table[(sites == stack) | sites.str.startswith(f"{stack}:")]
-    sites = own["site"].astype(str).str.removeprefix(f"{stack}:")
-    return own.assign(site=sites.where(own["site"] != stack, "residual"))
+    rows = table[(sites == stack) | sites.str.startswith(f"{stack}:")]
+    sites = rows["site"].astype(str).str.removeprefix(f"{stack}:")
+    return rows.assign(site=sites.where(rows["site"] != stack, "residual"))

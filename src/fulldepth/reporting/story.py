@@ -1,6 +1,7 @@
 """The first screen of a measurement: which layers do little, what stands out, what to do next, and the strip of layers.
 
-Only what the data can tell: a sentence on one number needs 2 standard errors, one on several layers Holm's correction.
+A sentence is written only if the data support it: a statement on one number needs 2 standard errors, a statement on
+several layers Holm's correction.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ import pandas as pd
 from fulldepth.core.thresholds import IDLE, LARGE_JUMP, degrees
 from fulldepth.core.uncertainty import measurable
 from fulldepth.reporting.phrases import plus_minus, short
-from fulldepth.reporting.source import PageSource, curve, num_layers, stack_rows
+from fulldepth.reporting.source import PageSource, curve_of, num_layers, rows_of_stack
 from fulldepth.reporting.style import SEQUENTIAL, layer_axis
 
 MOST = 2
 """Maximum number of findings after the first sentence."""
 FAR = 1.25
-"""Ratio of angles to the median layer from which the last layer is called different."""
+"""If the last layer's angle exceeds the median layer's by this factor, the sentence states the factor."""
 COMPARE = {
     "why": "measure another model on the same data:",
     "command": "fulldepth compare THIS_FOLDER OTHER_FOLDER --output comparison/",
 }
 """Suggested for models whose blocks cannot be searched."""
 BUILTIN = "corpus:builtin"
-"""Name of the built-in corpus, of which each command reads the part that it needs."""
+"""Name of the built-in corpus. Each command chooses the part that it needs."""
 EARLY = 0.9
 """Share of the layers up to which a layer with nearly all of the accuracy is worth a sentence."""
 BLOCKS = 4
@@ -42,7 +43,7 @@ HIGHEST = 0.5
 
 
 class Values(dict[int, float]):
-    """Layer -> finite value; NaN of other layers."""
+    """Layer -> finite value; NaN for other layers."""
 
     def __missing__(self, _: int) -> float:
         return math.nan
@@ -57,7 +58,7 @@ class Facts:
 
     def values(self, measure: str, *statistics: str) -> Values:
         """The values of the first statistic that the table has, by layer, at the residual stream."""
-        return Values(curve(self.table, measure, "|".join(statistics)).points)
+        return Values(curve_of(self.table, measure, "|".join(statistics)).points)
 
     @cached_property
     def displacement(self) -> Values:
@@ -81,8 +82,9 @@ class Facts:
 
     @cached_property
     def median(self) -> tuple[float, float]:
-        """Median displacement of the layers before the last, and its standard error: that of the layer in the middle,
-        or the larger one of two.
+        """Median displacement of the layers before the last, and its standard error.
+
+        The error is that of the middle layer; of two middle layers, the larger error.
         """
         before = sorted((mean, layer) for layer, mean in self.displacement.items() if layer < self.layers)
         middle = before[(len(before) - 1) // 2 : len(before) // 2 + 1]
@@ -92,22 +94,22 @@ class Facts:
         return sum(means) / len(means), max(errors)
 
     def beyond(self, value: float, error: float = 0.0, layers: Collection[int] | None = None) -> list[int]:
-        """Those of some layers (None = all) whose mean displacement differs measurably from a value with its error."""
-        chosen = [layer for layer in self.displacement if layers is None or layer in layers]
-        errors = [math.hypot(self.errors[layer], error) for layer in chosen]
-        differs = measurable([self.displacement[layer] - value for layer in chosen], errors)
-        return [layer for layer, yes in zip(chosen, differs, strict=True) if yes]
+        """Layers, among `layers` (None = all), whose mean displacement differs measurably from `value` with `error`."""
+        compared = [layer for layer in self.displacement if layers is None or layer in layers]
+        errors = [math.hypot(self.errors[layer], error) for layer in compared]
+        differs = measurable([self.displacement[layer] - value for layer in compared], errors)
+        return [layer for layer, yes in zip(compared, differs, strict=True) if yes]
 
 
-def story(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
+def paragraph(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     """The paragraph on one model at one step: `sentences`, and the command to run `next` with the reason for it.
 
-    The first sentence says which layers do little, the next ones are the first `MOST` that the data allow. None if the
-    table has no displacement.
+    The first sentence states which layers do little. At most `MOST` sentences follow, each only if the data support it.
+    None if the table has no displacement.
     """
     if not facts.displacement:
         return None
-    idle = f"{len(facts.idle)} of {facts.layers} layers: {spans(facts.idle)}" if facts.idle else "no layer"
+    idle = f"{len(facts.idle)} of {facts.layers} layers: {layer_spans(facts.idle)}" if facts.idle else "no layer"
     first = f"Displacement is clearly below {IDLE:g} ({degrees(IDLE):.0f} degrees) in {idle}."
     if not facts.errors:
         first = "Displacement has no standard error, so it is not concluded which layers do little."
@@ -116,24 +118,24 @@ def story(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def by_stack(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Facts]:
-    """Title of each stack of a model -> its numbers; of a model of one stack, "" -> them."""
+    """Title of each stack -> its numbers; the title is "" if the model has a single stack."""
     if not meta.get("stacks"):
         return {"": Facts(table, num_layers(table, meta.get("model")))}
-    tables = {str(stack["name"]): (stack_rows(table, str(stack["name"])), stack) for stack in meta["stacks"]}
+    tables = {str(stack["name"]): (rows_of_stack(table, str(stack["name"])), stack) for stack in meta["stacks"]}
     return {name.capitalize(): Facts(rows, num_layers(rows, stack)) for name, (rows, stack) in tables.items()}
 
 
-def opening(source: PageSource) -> dict[str, Any] | None:
-    """`story` of a measurement; of a model of several stacks the first two sentences on each."""
+def measurement_story(source: PageSource) -> dict[str, Any] | None:
+    """The paragraph on a measurement; for a model of several stacks, the first two sentences about each stack."""
     stacks = by_stack(source.table, source.meta)
     if "" in stacks:
-        return story(stacks[""], source.meta)
-    told = [(name, part["sentences"]) for name, facts in stacks.items() if (part := story(facts, {}))]
-    sentences = [text for name, (first, *others) in told for text in (f"{name}: {first}", *others[:1])]
+        return paragraph(stacks[""], source.meta)
+    paragraphs = [(name, part["sentences"]) for name, facts in stacks.items() if (part := paragraph(facts, {}))]
+    sentences = [text for name, (first, *further) in paragraphs for text in (f"{name}: {first}", *further[:1])]
     return {"sentences": sentences, "next": COMPARE} if sentences else None
 
 
-def spans(layers: list[int]) -> str:
+def layer_spans(layers: list[int]) -> str:
     """Ascending layers as text: `layers 4 to 8, 13`."""
     firsts, lasts = (sorted(layer for layer in layers if layer + step not in layers) for step in (-1, 1))
     texts = [
@@ -144,7 +146,7 @@ def spans(layers: list[int]) -> str:
 
 
 def _last(facts: Facts) -> str:
-    """The last layer against the median layer, and its jump; empty without an error."""
+    """Sentences that compare the last layer with the median layer and state its jump rate; empty without an error."""
     last = facts.displacement[facts.layers]
     error = facts.errors[facts.layers]
     median, median_error = facts.median
@@ -168,7 +170,7 @@ def _last(facts: Facts) -> str:
 
 
 def _late(facts: Facts) -> str:
-    """The share of predictions that settle in the last two layers."""
+    """A sentence on the share of predictions that change in the last two layers; empty if not measurable."""
     layer = facts.layers - 2
     share = 1 - facts.settled[layer]
     error = facts.values("saturation", "standard_error_of_cumulative")[layer]
@@ -178,7 +180,7 @@ def _late(facts: Facts) -> str:
 
 
 def _early(facts: Facts) -> str:
-    """The first layer that measurably has 95 % of the last layer's accuracy, if it is an early one."""
+    """A sentence on the first layer with measurably 95 % of the last layer's accuracy; empty if it is not early."""
     right, errors = (facts.values("lens_accuracy", name) for name in ("mean", "standard_error"))
     target, error = (0.95 * values[facts.layers] for values in (right, errors))
     depths = range(1, facts.layers)
@@ -189,7 +191,7 @@ def _early(facts: Facts) -> str:
 
 
 def _predicts(facts: Facts, classes: int | None) -> bool:
-    """Whether the last layer predicts measurably better than a uniform guess and than the embeddings do."""
+    """Return True if the last layer predicts measurably better than a uniform guess and than the embeddings."""
     (right, right_error), (loss, loss_error) = (
         [facts.values(measure, statistic) for statistic in ("mean", "standard_error")]
         for measure in ("lens_accuracy", "lens_loss")
@@ -202,9 +204,10 @@ def _predicts(facts: Facts, classes: int | None) -> bool:
 
 
 def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
-    """What to run next, and why: the search for blocks that can go, or a comparison where there is no such search.
+    """The suggested next command, with its reason: the search for removable blocks, or a comparison.
 
-    None for a language model that is not known to predict better than chance.
+    A comparison is suggested for models whose blocks cannot be searched. None for a language model that does not
+    measurably predict better than chance.
     """
     model = meta.get("model") or {}
     data = meta.get("data") or {}
@@ -224,18 +227,18 @@ def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
 
 
 def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
-    """The strip of one model at one step, with a row of the layers from which blocks were removed; None without
-    displacement.
+    """The strip of layers of one model at one step; None without displacement.
 
-    `idle` holds the layers that do little, `limit` says what that is. Each of `rows` has `name`, `hint`, the `figure`
-    with the same numbers, and for the layers 1..L `shades` (0 to 10, null where there is no value) and `texts`.
+    `idle` lists the layers that do little, and `limit` states the criterion. Each of `rows` has `name`, `hint`, the
+    name of the `figure` with the same numbers, and for the layers 1..L `shades` (0 to 10, null for an unknown value)
+    and `texts`. `removed` lists layers from which blocks were removed; they get a row of their own.
     """
     if not facts.displacement:
         return None
     errors = {layer: plus_minus({"standard_error": error}) for layer, error in facts.errors.items()}
     scale = math.log(HIGHEST / LOWEST)
     depths = range(1, facts.layers + 1)
-    most = len(SEQUENTIAL) - 1
+    darkest = len(SEQUENTIAL) - 1
     rows: list[dict[str, Any]] = []
     for name, hint, figure, shares, text in (
         (
@@ -256,7 +259,7 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
             {layer: float(layer in removed) for layer in depths if removed}, lambda _, gone: "removed" * bool(gone),
         ),
     ):  # fmt: skip
-        shades = [round(most * min(max(shares[at], 0.0), 1.0)) if at in shares else None for at in depths]
+        shades = [round(darkest * min(max(shares[at], 0.0), 1.0)) if at in shares else None for at in depths]
         texts = [text(at, shares[at]) if at in shares else "" for at in depths]
         if any(texts):
             rows.append({"name": name, "hint": hint, "figure": figure, "shades": shades, "texts": texts})

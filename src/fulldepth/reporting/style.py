@@ -1,4 +1,4 @@
-"""Common style of all figures: colours, axes, titles, safe text. Independent of measures."""
+"""Common style of all figures: colours, axes, titles, escaped text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import plotly.graph_objects as go
 import yaml
 
+from fulldepth.core.errors import rounded
+
 Figures = dict[str, go.Figure]
 """Name -> figure. `name:variant` is a variant of the figure `name`."""
 
@@ -18,7 +20,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def read_yaml(name: str) -> Any:
-    """The content of a file of this room."""
+    """The content of a YAML file of this package."""
     return yaml.safe_load(files("fulldepth.reporting").joinpath(name).read_text("utf-8"))
 
 
@@ -44,15 +46,16 @@ SIGNED_SCALE = [[i / 20, colour] for i, colour in enumerate((*OPPOSITE[:0:-1], *
 DIFFERENCE_SCALE = [[i / 20, colour] for i, colour in enumerate((*BELOW[:0:-1], *ABOVE))]
 """Colour scale for differences, neutral at zero."""
 
-TOLD = 4
-NAMED = 12
-"""Maximum number of curves that an alternative text describes one by one, and of further ones that it names."""
+MOST_DESCRIBED = 4
+"""Maximum number of curves that an alternative text describes in a sentence each."""
+MOST_NAMED = 12
+"""Maximum number of further curves that it lists by name."""
 TEMPLATE = go.layout.Template(read_yaml("template.yaml"))
 """Layout and defaults of all figures."""
 
 
 def is_invisible(character: str) -> bool:
-    """Whether a character draws nothing, or changes how others are drawn."""
+    """Return True for control and format characters, which draw nothing or change how others are drawn."""
     return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
@@ -74,7 +77,7 @@ def categorical(index: int) -> dict[str, Any]:
 
 
 def by_depth(layer: int, layers: int) -> str:
-    """Colour of a layer's line, darker for deeper layers; from the colour scale, so that it can be restyled."""
+    """Colour of a layer's line, stronger for deeper layers. It is one of `SEQUENTIAL`, so `DARK` has a counterpart."""
     share = layer / max(layers, 1)
     return SEQUENTIAL[2 + round(share * (len(SEQUENTIAL) - 3))]
 
@@ -90,7 +93,10 @@ def layer_axis(layers: int, first: int = 1, relative: bool = False) -> dict[str,
         return {"title": {"text": "Relative depth"}, "range": [-0.02, 1.02], "tickformat": ".0%"}
     step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100, 1000) if layers / s <= 12.5)
     ticks = [tick for tick in range(0, layers + 1, step) if tick >= first]
-    ticks = [*(tick for tick in ticks if layers - tick >= 3 * step / 4), layers]  # no label touches the last one
+    ticks = [
+        *(tick for tick in ticks if layers - tick >= 3 * step / 4),
+        layers,
+    ]  # leave out labels that would touch the last one
     return {
         "title": {"text": layer_title("Layer", first)},
         "unifiedhovertitle": {"text": "Layer %{x}"},
@@ -100,7 +106,7 @@ def layer_axis(layers: int, first: int = 1, relative: bool = False) -> dict[str,
 
 
 def layer_title(title: str, first: int) -> str:
-    """Title of an axis over layers from `first`; the axis with layer 0 says what that is."""
+    """Title of an axis over layers from `first`; an axis that has layer 0 explains it."""
     return title if first else f"{title} (0: embeddings)"
 
 
@@ -119,14 +125,14 @@ def figure(
     """A figure in the common style.
 
     Args:
-        traces: what is drawn.
+        traces: the curves, bars or maps.
         xaxis: settings of the x axis.
         yaxis: settings of the y axis.
-        title: what is shown; empty = that of the figure's record.
-        subtitle: how to read it, in one line; empty = that of the figure's record.
+        title: title of the figure; empty = that of the figure's record.
+        subtitle: one line on how to read it; empty = that of the figure's record.
         variant: name of the variant if the figure has several.
-        beside: whether variants are shown side by side (models) instead of behind a switch.
-        height: in pixels.
+        beside: True if variants are shown side by side; otherwise a switch selects one.
+        height: height in pixels.
         layout: further settings of the layout.
     """
     drawn = list(traces)
@@ -138,14 +144,16 @@ def figure(
 
 
 def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any]) -> Iterator[str]:
-    """The alternative text of a figure, a sentence a curve: where it is lowest and highest. One sentence covers the
-    curves after the first `TOLD`.
+    """Yield the sentences of a figure's alternative text.
+
+    Each curve gets a sentence on where it is lowest and highest, up to `MOST_DESCRIBED` curves; one sentence covers the
+    others.
     """
     form = ".1%" if str(yaxis.get("tickformat")).endswith("%") else ".3g"
     across = xaxis["title"]["text"]
     place = xaxis.get("unifiedhovertitle", {}).get("text", f"{across} %{{x}}").lower().replace("%{x:,}", "%{x}")
-    told = [trace for trace in traces if trace.hoverinfo != "skip" and getattr(trace, "fill", None) is None]
-    for trace in told[:TOLD]:
+    described = [trace for trace in traces if trace.hoverinfo != "skip" and getattr(trace, "fill", None) is None]
+    for trace in described[:MOST_DESCRIBED]:
         if trace.type == "heatmap":
             values = [value for row in trace.z for value in row if value is not None]
             yield f"From {minus(min(values), '.2f')} to {minus(max(values), '.2f')}."
@@ -154,22 +162,25 @@ def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any
         ends = dict.fromkeys(end(points, key=lambda point: point[0]) for end in (min, max))
         texts = [f"{minus(y, form)} at {place.replace('%{x}', _on_axis(x, xaxis))}" for y, x in ends]
         yield f"{trace.name}: {' to '.join(texts)}."
-    others = told[TOLD:]
-    if others:
-        names = [trace.name for trace in others]
-        shown = ", ".join(names) if len(names) <= NAMED else f"{names[0]} to {names[-1]} ({len(names)} curves)"
-        values = [y for trace in others for y in trace.y if y is not None]
-        yield f"{shown}: between {minus(min(values), form)} and {minus(max(values), form)}."
+    summed_up = described[MOST_DESCRIBED:]
+    if summed_up:
+        names = [trace.name for trace in summed_up]
+        subject = ", ".join(names) if len(names) <= MOST_NAMED else f"{names[0]} to {names[-1]} ({len(names)} curves)"
+        values = [y for trace in summed_up for y in trace.y if y is not None]
+        yield f"{subject}: between {minus(min(values), form)} and {minus(max(values), form)}."
 
 
 def _on_axis(x: float, xaxis: dict[str, Any]) -> str:
-    """A place on an axis as a person reads it there: `1,200,000` steps, `3%` of depth, 1.034 times."""
+    """A position on an axis, formatted like its labels: `1,200,000` (steps), `3%` (of depth), `1.034`."""
     if str(xaxis.get("tickformat")).endswith("%"):
         return f"{x:.0%}"
     return f"{x:,.0f}" if float(x).is_integer() else f"{x:.4g}"
 
 
 def minus(value: float, form: str) -> str:
-    """The number in Python's format `form`, with a true minus sign, and without a sign if it prints as zero."""
-    text = f"{value:{form}}"
+    """The number in Python's format `form`, with a true minus sign, and without a sign if it prints as zero.
+
+    A large number in a format such as `.3g` has thousands separators, not an exponent.
+    """
+    text = rounded(value, form) if form.endswith("g") else f"{value:{form}}"
     return text.lstrip("+-") if not any(digit in text for digit in "123456789") else text.replace("-", "−")

@@ -18,10 +18,10 @@ Meta = Mapping[str, Any]
 
 
 @cache
-def texts() -> dict[str, Any]:
+def page_texts() -> dict[str, Any]:
     """The content of `page.yaml`."""
-    found: dict[str, Any] = read_yaml("page.yaml")
-    return found
+    content: dict[str, Any] = read_yaml("page.yaml")
+    return content
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Table:
     """Header of the first column."""
     note: str = ""
     folded: bool = False
-    """Whether the table is collapsed under its title."""
+    """True if the table is collapsed under its title."""
     text: bool = False
-    """Whether the cells are text rather than numbers."""
+    """True if the cells are text, not numbers."""
 
 
 def cell(value: Any, form: str = "") -> str:
-    """A number by a template of `str.format` or in per cent; a text as it is; "–" if unknown."""
+    """The text of a cell: a number in `form` (for `str.format`, or `percent`), a text as it is, "–" if unknown."""
     if isinstance(value, str):
         return value or NOTHING
     real = number(value)
@@ -53,12 +53,12 @@ def of_record(name: str, subjects: Sequence[tuple[str, Meta]], title: str = "") 
     """The table of a record of `page.yaml`: one row per (name, entry); columns that are empty for all are left out.
 
     Args:
-        name: of the record, which has `title`, `corner`, `note` (a text, or one for each column that needs it), and for
-            each column the key of an entry and a format.
-        subjects: of the rows.
-        title: instead of the record's.
+        name: name of the record, which has `title`, `corner`, `note` (a text, or one text for each column that needs
+            it), and for each column the key of an entry and a format.
+        subjects: name and entry of each row.
+        title: replaces the record's title if not empty.
     """
-    record = texts()["tables"][name]
+    record = page_texts()["tables"][name]
     cells = {
         column: [cell(entry.get(key[0]), *key[1:]) for _, entry in subjects]
         for column, key in record["columns"].items()
@@ -72,7 +72,7 @@ def of_record(name: str, subjects: Sequence[tuple[str, Meta]], title: str = "") 
 
 
 def across(title: str, models: Sequence[tuple[Meta, Mapping[str, str]]], corner: str = "", **about: Any) -> Table:
-    """One column per (entry of a model, its cells by name), the baseline marked; empty rows are left out."""
+    """A table with one column per model; each model is its entry and its cells by name. Empty rows are left out."""
     names = dict.fromkeys(name for _, cells in models for name in cells)
     rows = [[name, *(cells.get(name) or NOTHING for _, cells in models)] for name in names]
     filled = [row for row in rows if set(row[1:]) != {NOTHING}]
@@ -86,7 +86,7 @@ def labelled(entry: Meta) -> str:
 
 
 def settings_table(title: str, settings: Any) -> Table:
-    """All settings with a value, in a folded table."""
+    """A folded table of the settings that have a value."""
     rows = [[short(key, 80), short(value)] for key, value in flatten(settings or {}).items() if key not in PROSE]
     return Table(title, [""], rows, folded=True, text=True)
 

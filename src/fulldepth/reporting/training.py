@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fulldepth.reporting.phrases import TERMS, quantity, short
-from fulldepth.reporting.source import PageSource, curve
+from fulldepth.reporting.source import PageSource, curve_of
 from fulldepth.reporting.tables import Meta, Table, flatten
 
 
 def objective_line(objective: Meta) -> str:
-    """The terms of the loss with their options."""
+    """The terms of the loss with their options, in one line."""
     replaced = any((objective or {}).get(term) is not None for term in ("aligned", "multi_exit"))
     parts = [] if replaced else ["cross-entropy"]
     for term, value in (objective or {}).items():
         if term != "energy_warmup" and value is not None:
             options = flatten(value if isinstance(value, Mapping) else {"weight": value})
-            told = ", ".join(f"{short(name, 40)} {option}" for name, option in options.items())
-            parts.append(f"{TERMS.get(term, term).lower()} ({told})")
+            options_text = ", ".join(f"{short(name, 40)} {option}" for name, option in options.items())
+            parts.append(f"{TERMS.get(term, term).lower()} ({options_text})")
     return " + ".join(short(part, 200) for part in parts)
 
 
-def tables(source: PageSource) -> dict[str, list[Table]]:
-    """Id of a section -> tables of one run: time, speed and memory as last recorded, and all settings."""
+def cost_tables(source: PageSource) -> dict[str, list[Table]]:
+    """Id of a section -> table of one run: training time, throughput and peak memory as last recorded."""
     rows = []
     for measure, name, unit in (
         ("elapsed", "Training time", "s"),
         ("throughput", "Throughput", "tokens/s"),
         ("peak_memory", "Peak memory", "MiB"),
     ):
-        values = list(curve(source.table, measure, site="model", by="step").points.values())
+        values = list(curve_of(source.table, measure, site="model", by="step").points.values())
         if values:
             varies = measure == "throughput" and len(values) > 1
             extent = f" at last ({min(values):,.0f} to {max(values):,.0f})" if varies else ""

@@ -14,8 +14,8 @@ from fulldepth.results.folder import (
     finite,
     holder,
 )
-from fulldepth.results.influences import gathered, groups_entry, groups_of, joined
-from fulldepth.results.pages import Chapter, names, report, write_index
+from fulldepth.results.influences import gathered, groups_entry, groups_of, joined_influences
+from fulldepth.results.pages import Chapter, report, unique_names, write_index
 from fulldepth.results.table import COLUMNS, stacked, tabulate
 from fulldepth.results.verdict import difference_finding, difference_in_words
 
@@ -41,12 +41,12 @@ __all__ = [
     "groups_entry",
     "groups_of",
     "holder",
-    "joined",
-    "names",
+    "joined_influences",
     "provenance",
     "report",
     "stacked",
     "tabulate",
+    "unique_names",
     "versions",
     "write_index",
 ]

@@ -24,7 +24,7 @@ from fulldepth.results.differences import (
 )
 from fulldepth.results.document import SCHEMA_VERSION, provenance
 from fulldepth.results.folder import Results, claimed, finite
-from fulldepth.results.pages import names
+from fulldepth.results.pages import unique_names
 from fulldepth.results.table import COLUMNS
 from fulldepth.settings.compare import CompareSettings
 from fulldepth.settings.keywords import takes_settings
@@ -75,8 +75,8 @@ def compare(
         results: two or more result folders, or `Results`; or a mapping of their labels to them. Of a series of
             checkpoints, the last step is compared. With `against` a group: runs, or measurements of runs, that
             differ in the seed alone.
-        against: the group that it is compared with, with the same seeds.
-        settings: fields of `CompareSettings` as keywords, or an instance.
+        against: the group that the first group is compared with; it has the same seeds.
+        settings: an instance of `CompareSettings`, or its fields as keywords.
         output: result folder, which also gets the page; None = nothing is written.
         overwrite: replace results in the output folder.
 
@@ -110,20 +110,20 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
     labels = settings.names
     first = settings.baseline
     if labels is None:
-        labels = names(
+        labels = unique_names(
             [
                 Path(item.meta["model"].get("name") or "model") if isinstance(item, Results) else Path(item).resolve()
                 for item in results
             ]
         )
     if len(labels) != len(results):
-        raise FulldepthError(f"{len(labels)} names were given for {len(results)} results.")
+        raise FulldepthError(f"Got {len(labels)} names for {len(results)} results. Give one name for each result.")
     if len(set(labels)) < len(labels) or "" in labels:
         raise FulldepthError(f"Names must differ from one another and not be empty, got {', '.join(labels)!r}.")
     kind = _common_kind(labels, loaded)
     if kind == "training":
         raise FulldepthError(
-            "Single runs say nothing about their methods: another seed may change as much. Train each method with "
+            "Two single runs cannot be compared: their difference may come from the seed alone. Train each method with "
             "several seeds and give groups: fulldepth compare A/seed-* --against B/seed-* --output cmp/ (measurements "
             "of single runs can be compared: fulldepth measure RUN --data text.txt --output OUT)."
         )
@@ -137,10 +137,10 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
     compared = {"baseline": labels[first], "depth": depth}
     loaded = [_last_step(item) for item in loaded]
     table, entries = _side_by_side(loaded, labels, first, depth)
-    for one, label in zip(loaded, labels, strict=True):
-        if not one.meta.get("complete", True):
+    for result, label in zip(loaded, labels, strict=True):
+        if not result.meta.get("complete", True):
             entries["warnings"].append(f"{label}: the {KINDS[kind].called.rpartition(' ')[2]} is not complete.")
-        entries["warnings"] += [f"{label}: {warning}" for warning in one.meta.get("warnings") or []]
+        entries["warnings"] += [f"{label}: {warning}" for warning in result.meta.get("warnings") or []]
     return _results(table, {"names": labels, **compared}, compared | entries)
 
 
@@ -150,15 +150,15 @@ def _of_groups(
     """The comparison of two groups as results."""
     if "baseline" in settings.model_fields_set:
         raise FulldepthError("--baseline has no effect with --against: the second group is the baseline.")
-    both = [[item] if isinstance(item, str | Path | Results) else list(item) for item in (results, against)]
-    places = [[str(item) if isinstance(item, str | Path) else "A result" for item in group] for group in both]
+    members = [[item] if isinstance(item, str | Path | Results) else list(item) for item in (results, against)]
+    places = [[str(item) if isinstance(item, str | Path) else "A result" for item in group] for group in members]
     labels = settings.names or groups.labels_of(places)
-    if len(labels) != len(both) or len(set(labels)) < len(both) or "" in labels:
-        raise FulldepthError(f"Two groups have two different names, got {', '.join(labels)!r}.")
-    loaded = [[_readable(item) for item in group] for group in both]
+    if len(labels) != len(members) or len(set(labels)) < len(members) or "" in labels:
+        raise FulldepthError(f"Two groups need two different names, got {', '.join(labels)!r}.")
+    loaded = [[_readable(item) for item in group] for group in members]
     kind = _common_kind([*places[0], *places[1]], [*loaded[0], *loaded[1]])
     if not KINDS[kind].is_grouped:
-        raise FulldepthError(f"Groups are of training runs or measurements, got results of kind {kind}.")
+        raise FulldepthError(f"Groups may hold training runs or measurements, got results of kind {kind}.")
     if kind == "measure":
         loaded = [[_last_step(item) for item in group] for group in loaded]
     first, second = (list(zip(*pair, strict=True)) for pair in zip(places, loaded, strict=True))
@@ -169,7 +169,7 @@ def _of_groups(
 
 def _common_kind(labels: Sequence[str], loaded: Sequence[Results]) -> str:
     """The kind that all results have; raise if they differ."""
-    kinds = [str(one.meta["kind"]) for one in loaded]
+    kinds = [str(result.meta["kind"]) for result in loaded]
     if len(set(kinds)) > 1:
         listed = ", ".join(f"{label} is {KINDS[kind].called}" for label, kind in zip(labels, kinds, strict=True))
         advice = " Measure the runs first: fulldepth measure RUN" if "training" in kinds else ""
@@ -180,7 +180,7 @@ def _common_kind(labels: Sequence[str], loaded: Sequence[Results]) -> str:
 
 
 def _results(table: pd.DataFrame, settings: dict[str, Any], entries: dict[str, Any]) -> Results:
-    """A comparison with the first entries of its document."""
+    """Results of kind `comparison` with these settings and entries."""
     return Results(
         table,
         finite({"schema_version": SCHEMA_VERSION, **provenance("comparison", settings, packages=()), **entries}),
@@ -190,15 +190,15 @@ def _results(table: pd.DataFrame, settings: dict[str, Any], entries: dict[str, A
 def _side_by_side(
     measured: list[Results], labels: list[str], first: int, depth: Depth
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """The table and the entries of the document for results of models, not of training runs."""
+    """The table of all models' rows with their differences from the baseline, and the entries of the document."""
     baseline = measured[first]
     tables = []
     kind = KINDS[baseline.meta["kind"]]
     models: list[verdict.Entry] = []
     intervals: dict[tuple[str, str], Interval | None] = {}
-    for index, (one, label) in enumerate(zip(measured, labels, strict=True)):
-        rows = one.table[COLUMNS].assign(model=label, difference=float("nan"), difference_error=float("nan"))
-        meta = one.meta
+    for index, (result, label) in enumerate(zip(measured, labels, strict=True)):
+        rows = result.table[COLUMNS].assign(model=label, difference=float("nan"), difference_error=float("nan"))
+        meta = result.meta
         models.append(
             {
                 "label": label,
@@ -212,14 +212,17 @@ def _side_by_side(
             }
         )
         if index != first:
-            base = counterparts(rows, depth_of(one), baseline.table, depth_of(baseline), depth)
+            base = counterparts(rows, depth_of(result), baseline.table, depth_of(baseline), depth)
             rows["difference"] = rows["value"] - base[:, 0]
-            rows["difference_error"] = difference_errors(one, baseline, depth)
-            models[-1]["paired"] = is_paired(one, baseline)
-            intervals |= {(name, label): step_interval(name, one, baseline) for name in STEPS}
+            rows["difference_error"] = difference_errors(result, baseline, depth)
+            models[-1]["paired"] = is_paired(result, baseline)
+            intervals |= {(name, label): step_interval(name, result, baseline) for name in STEPS}
         tables.append(rows)
     table = pd.concat(tables, ignore_index=True)
-    texts = {"headline": verdict.headline(table, models, intervals), "warnings": verdict.warnings(table, models)}
+    texts = {
+        "headline": verdict.comparison_headline(table, models, intervals),
+        "warnings": verdict.comparison_warnings(table, models),
+    }
     return table, {"models": models, **texts} | ({"of": kind.name} if kind.held else {})
 
 
@@ -239,7 +242,7 @@ def _readable(item: Results | str | Path) -> Results:
 
 
 def _last_step(series: Results) -> Results:
-    """A series as a measurement of its last checkpoint, with a warning that says so."""
+    """Turn a series into a measurement of its last checkpoint, with a warning; return other results as they are."""
     if not series.is_series:
         return series
     step = series.table["step"].max()

@@ -34,7 +34,7 @@ FROM_THE_END = "jump_rate"
 ERROR = "standard_error"
 ERROR_OF = "standard_error_of_"
 TARGET = 0.95
-"""Share of the last layer's accuracy that the effective depth of a headline reaches."""
+"""Share of the last layer's accuracy that defines the effective depth of the headline."""
 
 
 class Interval(NamedTuple):
@@ -51,9 +51,9 @@ class Step(NamedTuple):
     measure: str
     statistic: str
     reached: Callable[[Array], NDArray[np.bool_]]
-    """Values `[..., L]` -> whether a layer reaches the target, `[..., L]`; the number is the first that does."""
+    """Values `[..., L]` -> True where a layer reaches the target, `[..., L]`; the number is the first such layer."""
     number: tuple[str, str]
-    """Measure and statistic of its own row, beside those of its interval (`low_of_`, `high_of_`)."""
+    """Measure and statistic of the row that states the number; its interval is in `low_of_` and `high_of_` rows."""
 
 
 STEPS = {
@@ -127,20 +127,20 @@ def counterparts(
         weight = ((down if below else 1 - down) * across)[:, None]
         if np.isnan(weight).any() or weight.any():
             corner = rows.assign(layer=np.floor(first) + below, other=np.floor(second) + beside)
-            found = corner.merge(base, how="left", on=KEYS)[list(columns)].to_numpy(np.float64)
-            result += np.where(weight == 0, 0.0, weight * found)
+            values = corner.merge(base, how="left", on=KEYS)[list(columns)].to_numpy(np.float64)
+            result += np.where(weight == 0, 0.0, weight * values)
     return result
 
 
 def _keyed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """The key columns without missing values, which would not match, and further columns."""
+    """The key columns, with missing values filled so that they match, and further columns."""
     keys = rows[[*KEYS, *columns]].fillna({"site": "", "layer": -1, "other": -1})
     return keys.astype({"layer": np.float64, "other": np.float64})
 
 
 def is_paired(results: Results, baseline: Results) -> bool:
-    """Whether both results have influences of the same groups of the same clusters."""
-    hashes = {(one.meta.get("groups") or {}).get("hash") for one in (results, baseline)}
+    """Return True if both results have influences of the same groups of the same clusters."""
+    hashes = {(result.meta.get("groups") or {}).get("hash") for result in (results, baseline)}
     known = results.influences is not None and baseline.influences is not None
     return known and len(hashes) == 1 and None not in hashes
 
@@ -154,13 +154,13 @@ def difference_errors(results: Results, baseline: Results, depth: Depth) -> Arra
         `[rows]`, in each row's unit; NaN where it is not known.
     """
     paired = is_paired(results, baseline)
-    rows, base = (one.influences if paired else _errors(one.table) for one in (results, baseline))
+    rows, base = (result.influences if paired else _errors(result.table) for result in (results, baseline))
     assert rows is not None
     assert base is not None
     columns = groups_of(rows) if paired else ["value"]
-    own = rows[columns].to_numpy(np.float64)
-    other = counterparts(rows, depth_of(results), base, depth_of(baseline), depth, columns)
-    errors = error_of((own - other).T) if paired else np.hypot(own, other)[:, 0]
+    values = rows[columns].to_numpy(np.float64)
+    base_values = counterparts(rows, depth_of(results), base, depth_of(baseline), depth, columns)
+    errors = error_of((values - base_values).T) if paired else np.hypot(values, base_values)[:, 0]
     known = _keyed(rows).assign(error=errors).drop_duplicates(KEYS)
     return _keyed(results.table).merge(known, how="left", on=KEYS)["error"].to_numpy(np.float64)
 
@@ -179,28 +179,29 @@ def _errors(table: pd.DataFrame) -> pd.DataFrame:
 def step_interval(name: str, results: Results, baseline: Results) -> Interval | None:
     r"""95 % interval of the difference of a number of `STEPS`, in layers; None if it is not known.
 
-    Paired: of draws of the same groups for both models, `uncertainty.bootstrap`. With :math:`k_g` times group g, the
-    value of a layer is :math:`\theta + \sum_g (k_g - 1) e_g`. Unpaired: from both intervals, by the square-root rule
+    Paired results: a bootstrap (`uncertainty.bootstrap`) with the same drawn groups for both models. With :math:`k_g`
+    times group g, the value of a layer is :math:`\theta + \sum_g (k_g - 1) e_g`. Unpaired results: computed from both
+    intervals, by the square-root rule
 
     .. math:: d - \sqrt{(\theta - l)^2 + (u_0 - \theta_0)^2}, \quad d + \sqrt{(u - \theta)^2 + (\theta_0 - l_0)^2}.
 
     Source: Zou and Donner, "Construction of confidence limits about effect measures" (2008), for the latter.
     """
     step = STEPS[name]
-    own, other = (_sums(one, step) if is_paired(results, baseline) else None for one in (results, baseline))
-    if own is not None and other is not None:
+    sums, base_sums = (_sums(result, step) if is_paired(results, baseline) else None for result in (results, baseline))
+    if sums is not None and base_sums is not None:
         ends = bootstrap(
-            lambda values, base: 1.0 * step.reached(values).argmax(-1) - step.reached(base).argmax(-1), own, other
+            lambda values, base: 1.0 * step.reached(values).argmax(-1) - step.reached(base).argmax(-1), sums, base_sums
         )
         return None if ends is None else Interval(float(ends[0]), float(ends[1]), True)
     measure, statistic = step.number
     (low, value, high), (base_low, base, base_high) = (
-        one.table[one.table["measure"] == measure]
+        result.table[result.table["measure"] == measure]
         .drop_duplicates("statistic")
         .set_index("statistic")["value"]
         .reindex([f"low_of_{statistic}", statistic, f"high_of_{statistic}"])  # NaN where it does not state its interval
         .astype(float)
-        for one in (results, baseline)
+        for result in (results, baseline)
     )
     below = math.hypot(value - low, base_high - base)
     above = math.hypot(high - value, base - base_low)
@@ -209,7 +210,7 @@ def step_interval(name: str, results: Results, baseline: Results) -> Interval | 
 
 
 def _sums(results: Results, step: Step) -> Array | None:
-    """`[G, L]`: parts of the groups in the values of layers 1..L, which add up to them; None if a layer lacks them."""
+    """`[G, L]`: each group's additive share of the values of layers 1..L; None if a layer has none."""
     assert results.influences is not None
     theta, influences = (
         frame[

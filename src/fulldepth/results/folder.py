@@ -24,7 +24,7 @@ from fulldepth.core.progress import Watcher
 from fulldepth.reporting.kinds import EXIT, KINDS, TOGETHER, Kind
 from fulldepth.results import document, influences, table
 from fulldepth.results.document import Finding
-from fulldepth.results.table import select
+from fulldepth.results.table import select_values
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -46,14 +46,14 @@ class TableMismatchError(FulldepthError):
     Args:
         folder: the result folder.
         meta: the document.
-        name: of the file.
+        name: name of the file.
     """
 
     def __init__(self, folder: Path, meta: dict[str, Any], name: str) -> None:
         super().__init__(
             f"The results in {folder} do not belong together: {name} is not the file that {DOCUMENT} was written "
-            "with. The folder was interrupted while it was written, is being written now, or a file was changed. Make "
-            "the results again."
+            "with. Writing was interrupted or is still going on, or a file was changed. Run "
+            "the command again."
         )
         self.meta = meta
 
@@ -81,8 +81,8 @@ class Framed:
 class Results:
     """Results of a verb: `table` (tidy, one row per statistic) and `meta` (settings, model, data, headline, ...).
 
-    `influences` has what each group of clusters adds to the deviation of a value (`fulldepth.results.influences`); None
-    for results that do not state it.
+    `influences` states how much each group of clusters contributes to the deviation of a value (see
+    `fulldepth.results.influences`); None if the results do not state it.
 
     `show()` opens their page.
     """
@@ -98,12 +98,12 @@ class Results:
 
     @property
     def is_series(self) -> bool:
-        """Whether the rows belong to several training checkpoints (column `step`)."""
+        """True if the rows belong to several training checkpoints (column `step`)."""
         return "step" in self.table.columns
 
     @property
     def is_comparison(self) -> bool:
-        """Whether the rows belong to several models (columns `model`, `difference`)."""
+        """True if the rows belong to several models (columns `model`, `difference`)."""
         return self.meta.get("kind") == "comparison"
 
     def figures(self) -> dict[str, go.Figure]:
@@ -151,7 +151,7 @@ class Results:
         Raises:
             FulldepthError: if there is no such row, or several for one layer; the message lists the choices.
         """
-        return select(self.table, measure, statistic, {"site": site, "other": other, **where})
+        return select_values(self.table, measure, statistic, {"site": site, "other": other, **where})
 
     def lens(self) -> pd.DataFrame:
         """The lens of the sample texts: what the model would predict after every layer.
@@ -176,12 +176,12 @@ class Results:
         """Write `results.json`, `results.parquet` and `report.html` into `directory` (created if absent), atomically.
 
         Influences are written to `groups.parquet`. The folder is locked meanwhile. An earlier page is removed first, so
-        that an interruption leaves no page of other numbers. The document states the sha256 of both tables, so that a
-        folder of an interrupted write is refused.
+        that an interruption never leaves a page with other numbers than the table. The document states the sha256 of
+        both tables, so that `load` refuses a folder whose writing was interrupted.
 
         Args:
             directory: the result folder; results there are replaced (see `claimed`).
-            page: whether to write the page; False for a part of a folder that the caller holds, which is not locked.
+            page: write the page; False for part of a folder that the caller has locked: the folder is then not locked.
             watcher: receives progress, file by file.
 
         Returns:
@@ -255,15 +255,15 @@ class Results:
                 if stamp == {"sha256": digest, "bytes": path.stat().st_size}:
                     continue
             raise TableMismatchError(folder, meta, STORED[name])
-        rows = table.read(folder / TABLE)
-        groups = influences.read(folder / GROUPS) if "influences" in stamps else None
+        rows = table.read_table(folder / TABLE)
+        groups = influences.read_influences(folder / GROUPS) if "influences" in stamps else None
         for reason in contradictions(meta, rows, groups):
             raise FulldepthError(f"Cannot read {folder}: {reason}.")
         return cls(rows, meta, groups)
 
 
 def holder(folder: str | Path) -> str | None:
-    """Description of a folder that holds something else than results; None for other folders."""
+    """Description of the contents of a folder that belongs to something other than results; None for other folders."""
     return next((contents for name, contents in HELD.items() if (Path(folder) / name).exists()), None)
 
 
@@ -285,9 +285,7 @@ def check_free(folder: str | Path, overwrite: bool = False) -> None:
 
 @contextmanager
 def claimed(folder: str | Path | None, overwrite: bool = False) -> Iterator[None]:
-    """Hold a result folder from before the work until its results are saved; None holds nothing.
-
-    Under torchrun the first process holds it.
+    """Lock a result folder until its results are saved; None locks nothing. Under torchrun the first process locks it.
 
     Raises:
         FulldepthError: as `check_free`, or if another process holds the folder or it cannot be written.
@@ -314,9 +312,10 @@ def finite(value: Any) -> Any:
 
 
 def contradictions(meta: Mapping[str, Any], table: pd.DataFrame, groups: pd.DataFrame | None = None) -> Iterator[str]:
-    """What contradicts itself in a document, its table and its influences `groups`: the kind is not that of a result
-    folder, a required column or entry is missing, the table has more layers than the model, counts by layer are of
-    another depth than the model's, or the influences are of another number of groups.
+    """Yield every contradiction between a document, its table and its influences (`groups`), as a clause.
+
+    Contradictions are: a kind that no result folder has, a missing column or entry, more layers in the table than in
+    the model, counts by layer for another depth than the model's, or influences of another number of groups.
     """
     name = str(meta.get("kind"))
     kind = KINDS.get(name, Kind(name, "", ""))

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from fulldepth.core.errors import FulldepthError, one_line, unknown
+from fulldepth.core.errors import FulldepthError, one_line, rounded, unknown
 from fulldepth.core.thresholds import BUSY
 from fulldepth.core.uncertainty import holm, paired_test, quantile
 from fulldepth.results import verdict
 from fulldepth.results.differences import Depth, counterparts, depth_of
 from fulldepth.results.document import Finding
 from fulldepth.results.folder import Results
-from fulldepth.results.pages import names
+from fulldepth.results.pages import unique_names
 from fulldepth.results.table import COLUMNS
 from fulldepth.results.verdict import Entry, Number
 from fulldepth.settings.measure import SPEED_ONLY
@@ -32,11 +32,11 @@ from fulldepth.settings.train import MAY_DIFFER
 
 FEWEST_PAIRS = 2
 SURE = 5
-"""Pairs of a test, and of one that is not called an indication."""
+"""Fewest pairs for a test, and fewest pairs for a test that is not called an indication."""
 LEVEL = 0.05
 """p below which a claim holds."""
 WINDOWED = ("train_loss", "penalty", "throughput")
-"""Means since the previous evaluation: comparable only if that evaluation was at the same step."""
+"""Measures that are means since the previous evaluation: comparable only if that one was at the same step."""
 COSTS = ("elapsed", "throughput", "peak_memory")
 """Measures of a run that depend on what else the machine does."""
 NUMBERS = {
@@ -46,7 +46,7 @@ NUMBERS = {
     "elapsed": Number("Training time", "elapsed", "value", None),
     "peak_memory": Number("Peak memory", "peak_memory", "value", None),
 }
-"""Numbers of the headline, of those that the results have."""
+"""Numbers that the headline states, if the results have them."""
 NOT_COMPARABLE = (
     verdict.DATA,
     ("the tokenizers differ", "settings", "tokenizer"),
@@ -70,7 +70,7 @@ class Member(NamedTuple):
     """Its folder, for messages."""
     seed: int
     settings: dict[str, Any]
-    """What may not differ within a group, by dotted name."""
+    """Settings that must be equal within a group, by dotted name."""
     results: Results
 
 
@@ -84,41 +84,42 @@ def compare_groups(
 
     Args:
         groups: folder and results of each member: training runs, or measurements of the models that they gave.
-        labels: of both groups.
+        labels: labels of both groups.
         depth: how layers are aligned, see `fulldepth.results.differences.counterparts`; None = by their number if
             depths are equal.
         claims: number of the headline -> claimed sign of its difference.
 
     Returns:
-        The table: the rows of every member with its `seed`, those of the first group with their `difference` from the
-        member of the same seed; and without a seed a row for each number, with the mean of the first group, the mean
-        `difference`, its standard error `difference_error`, the sample standard `deviation`, both one-sided 95 % bounds
-        and the two-sided `p`; `count` is the number of pairs. And the entries of the document.
+        The table, and the entries of the document. The table has two kinds of rows. Rows with a `seed` are those of
+        every member; in the first group they have the `difference` from the member with the same seed. Rows without a
+        seed are the tests, one for each number: mean of the first group, mean `difference`, its standard error
+        `difference_error`, sample standard `deviation`, both one-sided 95 % bounds, two-sided `p`, and the number of
+        pairs as `count`.
 
     Raises:
         FulldepthError: for a member without a seed or with the seed or other settings of another one, fewer than two
             pairs, runs without a common step, results that are not comparable, or a claim on an unknown number.
     """
-    own, base = ({one.seed: one for one in _members(group)} for group in groups)
-    seeds = sorted(own.keys() & base.keys())
+    first_group, second_group = ({member.seed: member for member in _members(group)} for group in groups)
+    seeds = sorted(first_group.keys() & second_group.keys())
     if len(seeds) < FEWEST_PAIRS:
-        both = zip(labels, (own, base), strict=True)
-        listed = "; ".join(f"{label} has {one_line(sorted(group), 100)}" for label, group in both)
+        labelled_groups = zip(labels, (first_group, second_group), strict=True)
+        listed = "; ".join(f"{label} has {one_line(sorted(group), 100)}" for label, group in labelled_groups)
         raise FulldepthError(
             f"A comparison of groups needs {FEWEST_PAIRS} pairs of results with the same seed, got {len(seeds)} "
             f"(seeds: {listed}). Train each method with the same seeds: fulldepth train RECIPE seed=1 --output A/seed-1"
         )
     lines = [
         f"{label}: seed {seed} has no counterpart and is left out ({one_line(group[seed].place, 200)})."
-        for label, group, other in ((labels[0], own, base), (labels[1], base, own))
+        for label, group, other in ((labels[0], first_group, second_group), (labels[1], second_group, first_group))
         for seed in sorted(group.keys() - other.keys())
     ]
-    pairs = [(own[seed], base[seed]) for seed in seeds]
-    members = [one for pair in pairs for one in pair]
-    depths = [depth_of(group[seeds[0]].results) for group in (own, base)]
+    pairs = [(first_group[seed], second_group[seed]) for seed in seeds]
+    members = [member for pair in pairs for member in pair]
+    depths = [depth_of(group[seeds[0]].results) for group in (first_group, second_group)]
     depth = depth or ("layer" if depths[0] == depths[1] else "relative")
     kind = str(members[0].results.meta["kind"])
-    entries = [[_entry(label, one) for label, one in zip(labels, pair, strict=True)] for pair in pairs]
+    entries = [[_entry(label, member) for label, member in zip(labels, pair, strict=True)] for pair in pairs]
     lines += _reasons(entries, kind)
     step, tables = _tables(members, labels)
     if step is not None:
@@ -131,15 +132,15 @@ def compare_groups(
         rows.append(second.assign(model=labels[1], seed=seed, difference=float("nan")))
     every = pd.concat(rows, ignore_index=True).astype({"seed": "Int64"})
     tests = _tests(every[every["model"] == labels[0]])
-    found = list(_headline(tests, depths[0], labels, claims))
-    headline = {test["name"]: finding for test, finding in found} | dict(_redundancy(tests, labels))
+    findings = list(_headline(tests, depths[0], labels, claims))
+    headline = {test["name"]: finding for test, finding in findings} | dict(_redundancy(tests, labels))
     remarks: dict[str, list[str]] = {}
-    for one in members:
-        incomplete = [] if one.results.meta.get("complete", True) else ["it is not complete."]
-        for text in [*incomplete, *(one.results.meta.get("warnings") or [])]:
-            remarks.setdefault(text, []).append(one_line(one.place, 200))
-    for text, (first_place, *others) in remarks.items():
-        lines.append(f"{first_place}{f' and {len(others)} others' if others else ''}: {text}")
+    for member in members:
+        incomplete = [] if member.results.meta.get("complete", True) else ["it is not complete."]
+        for text in [*incomplete, *(member.results.meta.get("warnings") or [])]:
+            remarks.setdefault(text, []).append(one_line(member.place, 200))
+    for text, (first_place, *other_places) in remarks.items():
+        lines.append(f"{first_place}{f' and {len(other_places)} others' if other_places else ''}: {text}")
     table = pd.concat([every, tests], ignore_index=True).drop(columns=["against", "by_seed"])
     models = [
         {**{name: value for name, value in entry.items() if name != "label"}, "label": label, "seeds": seeds}
@@ -150,7 +151,7 @@ def compare_groups(
         "groups_of": kind,
         "depth": depth,
         "models": [{**models[0], "baseline": False}, {**models[1], "baseline": True}],
-        "tests": [test for test, _ in found],
+        "tests": [test for test, _ in findings],
         "headline": headline,
         "warnings": lines,
     }
@@ -158,9 +159,9 @@ def compare_groups(
 
 
 def labels_of(groups: Sequence[Sequence[str | Path]]) -> list[str]:
-    """Labels of groups of folders: the beginning that the paths of a group share, without the word `seed`."""
+    """Labels of groups of folders: the common start of the paths of each group, without the word `seed`."""
     shared = [commonprefix([str(Path(folder).resolve()) for folder in group]) for group in groups]  # noqa: RUF071
-    return names([Path(re.sub(r"[\W_]*(seed)?[\W_]*\d*$", "", text) or "group") for text in shared])
+    return unique_names([Path(re.sub(r"[\W_]*(seed)?[\W_]*\d*$", "", text) or "group") for text in shared])
 
 
 def _members(group: Sequence[tuple[str, Results]]) -> Iterator[Member]:
@@ -207,7 +208,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _entry(label: str, member: Member) -> Entry:
-    """Entry of a member in the terms of `verdict.unlike`."""
+    """Entry of a member in the form that `verdict.unlike` compares."""
     meta = member.results.meta
     losses = _rows(member.results.table, "validation_loss")["count"].dropna()
     parts = ("model", "data", "settings", "versions", "token_policy", "sampling")
@@ -221,9 +222,9 @@ def _entry(label: str, member: Member) -> Entry:
 
 
 def _reasons(pairs: list[list[Entry]], kind: str) -> list[str]:
-    """Other reasons for small differences, of the first two results that have one.
+    """Warnings that a small difference may have other reasons than the methods: at most one on a pair, one on depths.
 
-    The data of runs with different seeds differ, because the seed draws the held-out documents; their settings agree.
+    Training runs are compared only within a pair: with another seed, the held-out documents differ by design.
 
     Raises:
         FulldepthError: if a pair, or two measurements of one group, are not comparable.
@@ -231,14 +232,14 @@ def _reasons(pairs: list[list[Entry]], kind: str) -> list[str]:
     firsts = pairs[0]
     lines = []
     for first, second in pairs:
-        for one, other in ((first, second), (first, firsts[0]), (second, firsts[1])):
-            finding = verdict.incomparable(one, other) if kind == "measure" else None
-            if kind == "training" and one is first and other is second:
-                finding = verdict.refusal(one, other, NOT_COMPARABLE)
+        for entry, other in ((first, second), (first, firsts[0]), (second, firsts[1])):
+            finding = verdict.incomparable(entry, other) if kind == "measure" else None
+            if kind == "training" and entry is first and other is second:
+                finding = verdict.refusal(entry, other, NOT_COMPARABLE)
             if finding is not None:
                 raise FulldepthError(str(finding.sentence))
-            if reasons := verdict.unlike(one, other, OTHER_REASONS, where_stated=True):
-                labels = f"{one['label']} and {other['label']}"
+            if reasons := verdict.unlike(entry, other, OTHER_REASONS, where_stated=True):
+                labels = f"{entry['label']} and {other['label']}"
                 lines.append(f"{labels}: a small difference may have other reasons than the methods: {reasons}.")
     return [*lines[:1], *verdict.depth_warning(*firsts)]
 
@@ -249,7 +250,7 @@ def _rows(table: pd.DataFrame, measure: str) -> pd.DataFrame:
 
 
 def _tables(members: list[Member], labels: Sequence[str]) -> tuple[int | None, list[pd.DataFrame]]:
-    """The last common step of runs, and the table of every member at it; step None and whole tables of measurements.
+    """The last common step of runs with each member's table at that step; for measurements None with the whole tables.
 
     Raises:
         FulldepthError: if runs have no evaluated step in common.
@@ -276,7 +277,7 @@ def _tables(members: list[Member], labels: Sequence[str]) -> tuple[int | None, l
 
 
 def _busy(member: Member, step: int) -> str:
-    """Why the costs of a run cannot be compared; empty if other programs hardly used the machine."""
+    """The reason why the costs of a run cannot be compared; empty if other programs hardly used the machine."""
     loads = _rows(member.results.table, "other_load")
     load = loads[loads["step"] <= step]["value"].max()
     if pd.isna(load):
@@ -287,26 +288,26 @@ def _busy(member: Member, step: int) -> str:
 def _notes_on_runs(members: list[Member], step: int) -> list[str]:
     """Notes on the common step, and on costs that are not compared."""
     lines = ["The only evaluated step that all runs have is 0, before training."] if step == 0 else []
-    if further := [one.place for one in members if one.results.table["step"].max() > step]:
+    if further := [member.place for member in members if member.results.table["step"].max() > step]:
         lines.append(f"{one_line(', '.join(further), 300)}: trained past step {step:,}, the last that all runs have.")
-    if busy := next(filter(None, (_busy(one, step) for one in members)), ""):
+    if busy := next(filter(None, (_busy(member, step) for member in members)), ""):
         lines.append(f"Time and memory are not compared, because {busy}.")
     return lines
 
 
 def _tests(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row for each number of the tested group; numbers that not every pair has are left out."""
+    """The test rows: one for each number that every pair has."""
     pairs = rows["seed"].nunique()
     keys = rows.groupby(["measure", "site", "layer", "other", "statistic", "unit"], dropna=False, sort=False)
     rows = rows.assign(key=keys.ngroup())
     rows = rows[np.isfinite(rows["difference"])]
     rows = rows[rows.groupby("key")["key"].transform("size") == pairs].sort_values(["key", "seed"], kind="stable")
-    differences, own, other = (
+    differences, values, base_values = (
         rows[name].to_numpy(np.float64).reshape(-1, pairs).T for name in ("difference", "value", "against")
     )  # [pairs, numbers] each
     test = paired_test(differences)
     return rows.iloc[::pairs][[*COLUMNS, "model"]].assign(
-        value=own.mean(0),
+        value=values.mean(0),
         count=pd.array(test.pairs, dtype="Int64"),
         seed=pd.array([pd.NA] * len(test.pairs), dtype="Int64"),
         difference=test.mean,
@@ -315,7 +316,7 @@ def _tests(rows: pd.DataFrame) -> pd.DataFrame:
         lower_bound=test.end(0.05),
         upper_bound=test.end(0.95),
         p=test.p(),
-        against=other.mean(0),
+        against=base_values.mean(0),
         by_seed=pd.Series(differences.T.tolist(), dtype=object).to_numpy(),
     )
 
@@ -323,28 +324,28 @@ def _tests(rows: pd.DataFrame) -> pd.DataFrame:
 def _headline(
     tests: pd.DataFrame, layers: int, labels: Sequence[str], claims: Mapping[str, str]
 ) -> Iterator[tuple[dict[str, Any], Finding]]:
-    """Entry in `tests` and finding of each number of the headline.
+    """Yield, for each number of the headline, its entry in `tests` and its finding.
 
     Raises:
         FulldepthError: for a claim on a number that the results do not have.
     """
-    chosen = {}
+    tested = {}
     for name, number in NUMBERS.items():
         rows = tests[(tests["measure"] == number.measure) & (tests["statistic"] == number.statistic)]
         layer = -1 if number.back is None else layers - number.back
         rows = rows[rows["site"].isin(["residual", "model"]) & (rows["layer"].fillna(-1) == layer)]
         if len(rows):
-            chosen[name] = rows.iloc[0]
+            tested[name] = rows.iloc[0]
     for name in claims:
-        if name not in chosen:
-            raise unknown("number in claims", name, chosen)
+        if name not in tested:
+            raise unknown("number in claims", name, tested)
     one_sided = {}
     for name, sign in claims.items():
-        p = chosen[name]["p"]
-        as_claimed = (chosen[name]["difference"] > 0) == (sign == "greater")
+        p = tested[name]["p"]
+        as_claimed = (tested[name]["difference"] > 0) == (sign == "greater")
         one_sided[name] = p / 2 if as_claimed else 1 - p / 2
     corrected = dict(zip(one_sided, holm([*one_sided.values()]), strict=True))
-    for name, row in chosen.items():
+    for name, row in tested.items():
         reach = quantile(int(row["count"])) * row["difference_error"]
         test: dict[str, Any] = {
             "name": name,
@@ -363,31 +364,31 @@ def _headline(
 
 
 def _sentence(test: Mapping[str, Any], labels: Sequence[str]) -> str:
-    """What the test of a number says. A difference whose interval holds 0 is not called one."""
+    """The result of one test in a sentence. If the interval contains 0, it says "no measurable difference"."""
     unit = "" if test["unit"] == "1" else f" {test['unit']}"
     low, high = test["interval"]
-    spread = f"{test['difference']:+.3g} ± {test['deviation']:.2g} (standard deviation)"
+    value, against = (rounded(test[name]) for name in ("value", "against"))
+    change = rounded(test["difference"], "+.3g")
+    spread = f"{change} ± {rounded(test['deviation'], '.2g')} (standard deviation)"
+    interval = f"95 % interval {rounded(low, '+.3g')} to {rounded(high, '+.3g')}"
     p = f"p = {test['p']:.2g}"
     sign = test.get("claim")
     if not test["deviation"]:
-        same = f"difference {test['difference']:+.3g}, the same for every seed"
-        found = same if test["difference"] else "no difference"
+        same = f"difference {change}, the same for every seed"
+        result = same if test["difference"] else "no difference"
     elif sign and test["p_corrected"] < LEVEL:
-        found = f"{sign} as claimed: {spread}, by at least {test['bound']:.2g} (95 % bound), one-sided {p}"
+        result = f"{sign} as claimed: {spread}, by at least {rounded(test['bound'], '.2g')} (95 % bound), one-sided {p}"
     elif sign and (high < 0 if sign == "greater" else low > 0):
-        found = f"against the claim ({sign}): {spread}, 95 % interval {low:+.3g} to {high:+.3g}"
+        result = f"against the claim ({sign}): {spread}, {interval}"
     elif sign:
         p = f"one-sided p = {test['p_corrected']:.2g} of all claims"
-        found = f"no measurable difference (95 % interval {low:+.3g} to {high:+.3g}, {p})"
+        result = f"no measurable difference ({interval}, {p})"
     elif low <= 0 <= high:
-        found = f"no measurable difference (95 % interval {low:+.3g} to {high:+.3g}, {p})"
+        result = f"no measurable difference ({interval}, {p})"
     else:
-        found = f"difference {spread}, 95 % interval {low:+.3g} to {high:+.3g}, {p}"
+        result = f"difference {spread}, {interval}, {p}"
     seeds = f"{test['pairs']} seeds" + " (an indication)" * (test["pairs"] < SURE)
-    return (
-        f"{test['title']}: {test['value']:.4g}{unit} in {labels[0]} against {test['against']:.4g}{unit} in "
-        f"{labels[1]}, {seeds}: {found}."
-    )
+    return f"{test['title']}: {value}{unit} in {labels[0]} against {against}{unit} in {labels[1]}, {seeds}: {result}."
 
 
 def _redundancy(tests: pd.DataFrame, labels: Sequence[str]) -> Iterator[tuple[str, Finding]]:

@@ -1,4 +1,4 @@
-"""Influences of groups of clusters on the numbers of a result: from them follow errors of paired differences.
+"""Influences of groups of clusters on the numbers of a result; they give the errors of paired differences.
 
 The file `groups.parquet` has the key columns of a row of the table (`KEYS`, in a series also `step`) and one float
 column for each group, `group_0` to `group_{G-1}`: what the group adds to the deviation of the row's value, in the
@@ -35,8 +35,8 @@ def gathered(entries: Iterable[tuple[Any, ...]], groups: int) -> pd.DataFrame | 
     Influences are kept in float32, which is precise to 1e-7 of an influence.
 
     Args:
-        entries: their influences are those of the first groups, for measures that have fewer; the rest becomes NaN.
-        groups: G.
+        entries: the entries. A measure may have influences of the first groups only; those of the others become NaN.
+        groups: number of groups G.
     """
     entries = list(entries)
     if not entries:
@@ -55,8 +55,8 @@ def groups_entry(clusters: Collection[int], unit: str, text: str = "") -> dict[s
 
     Args:
         clusters: identity of the cluster of each sequence.
-        unit: what a cluster is.
-        text: hash of the text, if identities are unique within a text only.
+        unit: name of a cluster, such as `document`.
+        text: hash of the text, needed if identities are unique only within a text.
 
     Returns:
         `count` (number of groups), `unit`, `clusters` (their number), and `hash`: equal for two results whose clusters
@@ -67,22 +67,25 @@ def groups_entry(clusters: Collection[int], unit: str, text: str = "") -> dict[s
     return {"count": min(len(present), GROUPS), "unit": unit, "clusters": len(present), "hash": f"sha256:{digest}"}
 
 
-def joined(parts: Iterable[tuple[Mapping[str, Any], pd.DataFrame | None]]) -> pd.DataFrame | None:
-    """The influences of several (document, influences) as one; None unless all have the same groups."""
+def joined_influences(parts: Iterable[tuple[Mapping[str, Any], pd.DataFrame | None]]) -> pd.DataFrame | None:
+    """The influences of several results, given as (document, influences), as one table.
+
+    None unless all have influences of the same groups.
+    """
     parts = list(parts)
     frames = [frame for _, frame in parts if frame is not None]
     hashes = {(meta.get("groups") or {}).get("hash") for meta, _ in parts}
     return pd.concat(frames, ignore_index=True) if len(frames) == len(parts) and len(hashes) == 1 else None
 
 
-def read(path: Path) -> pd.DataFrame:
+def read_influences(path: Path) -> pd.DataFrame:
     """The influences in a file.
 
     Raises:
         FulldepthError: if it cannot be read, exceeds the limits of `fulldepth.results.table`, lacks a column, or has
             columns that are not numbers of groups in order.
     """
-    frame = table.read(path, KEYS)
+    frame = table.read_table(path, KEYS)
     groups = groups_of(frame)
     if len(groups) > GROUPS or groups != [f"group_{group}" for group in range(len(groups))]:
         listed = one_line(", ".join(groups), 200) or "none"

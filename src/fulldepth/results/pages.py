@@ -1,4 +1,4 @@
-"""Pages of result folders: one of a folder, one of several folders of `fulldepth skip`, and an index of pages."""
+"""Writes pages: of one result folder, of several folders of `fulldepth skip` together, and an index page."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def report(
     ```
 
     Args:
-        folders: of the kinds `skip`, `curve` and `bench`, about the same model; or a single one of any
-            kind.
+        folders: one folder of any kind, or several of the kinds `skip`, `heal`, `curve` and `bench` about the same
+            model.
         output: folder of the page, created if absent; None = the first of `folders`.
         overwrite: replace the page of a folder that holds other results.
 
@@ -55,8 +55,8 @@ def report(
     if not paths:
         raise FulldepthError("A page needs at least one result folder.")
     target = paths[0] if output is None else Path(output)
-    own = any(target.resolve() == path.resolve() for path in paths)
-    if not (own or overwrite) and (target / DOCUMENT).exists():
+    is_own_page = any(target.resolve() == path.resolve() for path in paths)
+    if not (is_own_page or overwrite) and (target / DOCUMENT).exists():
         raise FulldepthError(
             f"{target} holds results of its own, and {PAGE} there is their page. Choose another --output, or replace "
             "the page with --overwrite."
@@ -66,24 +66,25 @@ def report(
 
 
 def write_index(folder: str | Path, chapters: Sequence[Chapter], *, title: str) -> Path:
-    """Write `index.html` of a measurement, a search and a benchmark: what was found in one picture and three sentences,
-    and the commands, with links to the pages.
+    """Write `index.html` for a measurement and the folders of `fulldepth skip` that followed.
+
+    The page shows one picture, three sentences, the commands, and links to the pages of the folders.
 
     Args:
-        folder: holds the result folders.
+        folder: the folder that holds the result folders.
         chapters: the measurement, then the folders of `fulldepth skip`.
-        title: of the page.
+        title: title of the page.
 
     Raises:
         FulldepthError: if a folder holds no readable results, or the page cannot be written.
     """
     root = Path(folder)
-    shown = []
+    described = []
     for chapter in chapters:
         results = Results.load(root / chapter.folder)
         about = {"href": f"{chapter.folder}/{PAGE}", "title": chapter.title, "command": chapter.command}
-        shown.append({**about, "table": results.table, "meta": results.meta})
-    return write_text(root / "index.html", reporting.index(title, shown))
+        described.append({**about, "table": results.table, "meta": results.meta})
+    return write_text(root / "index.html", reporting.index(title, described))
 
 
 def together(folders: Sequence[str | Path]) -> Results:
@@ -98,10 +99,10 @@ def together(folders: Sequence[str | Path]) -> Results:
     paths = [Path(folder) for folder in folders]
     for index, path in enumerate(paths):
         if any(path.resolve() == other.resolve() for other in paths[:index]):
-            raise FulldepthError(f"{path} is named twice.")
+            raise FulldepthError(f"{path} is named twice. Name each folder once.")
     loaded = [
         (label, Results.load(path))
-        for label, path in zip(names([path.resolve() for path in paths]), paths, strict=True)
+        for label, path in zip(unique_names([path.resolve() for path in paths]), paths, strict=True)
     ]
     _check(loaded)
     loaded.sort(key=lambda item: SKIPS.index(item[1].meta["kind"]))
@@ -113,13 +114,13 @@ def together(folders: Sequence[str | Path]) -> Results:
         "kind": TOGETHER,
         "parts": [{**results.meta, "label": label} for label, results in loaded],
     }
-    integers = (name for each in tables for name in each.columns if pd.api.types.is_integer_dtype(each[name].dtype))
+    integers = (name for table in tables for name in table.columns if pd.api.types.is_integer_dtype(table[name].dtype))
     types = {**dict.fromkeys(integers, "Int64"), "value": "float64"}  # integers also where some folders lack a column
     return Results(rows.reindex(columns=columns).astype(types), document)
 
 
-def names(paths: Sequence[Path]) -> list[str]:
-    """The shortest endings of the paths that are unique; equal paths are numbered."""
+def unique_names(paths: Sequence[Path]) -> list[str]:
+    """Names for paths: their shortest endings that differ from one another; equal paths are numbered."""
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         labels = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(labels)) == len(labels):
@@ -140,7 +141,7 @@ def _check(loaded: Sequence[tuple[str, Results]]) -> None:
                 f"skip ({', '.join(SKIPS)}). `fulldepth compare` puts measurements and runs side by side."
             )
         model = meta.get("model") or (meta.get("plan") or {}).get("model") or {}
-        precision = str((meta.get("settings") or {}).get("dtype") or "auto")  # as asked for
+        precision = str((meta.get("settings") or {}).get("dtype") or "auto")  # as requested, not as resolved
         subjects.append((label, precision, str(model.get("class") or ""), str(model.get("hash") or "")))
     for (other, other_dtype, other_class, other_hash), (label, dtype, class_name, digest) in combinations(subjects, 2):
         other_weights = digest and other_hash and dtype == other_dtype and digest != other_hash

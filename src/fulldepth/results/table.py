@@ -26,7 +26,7 @@ WHOLE = {
     **dict.fromkeys(("count", "batch", "context", "seed"), (1 << 63) - 1),
     "step": 1 << 53,
 }
-"""Column of whole numbers -> the largest; the smallest is 0."""
+"""Column of whole numbers -> its largest value; the smallest is 0."""
 STATED = ("measure", "statistic", "unit", "step")
 """Columns without missing values."""
 
@@ -53,7 +53,7 @@ def stacked(tables: Sequence[pd.DataFrame], **types: str) -> pd.DataFrame:
     return table[[*COLUMNS, *types]]
 
 
-def read(path: Path, required: Sequence[str] = COLUMNS) -> pd.DataFrame:
+def read_table(path: Path, required: Sequence[str] = COLUMNS) -> pd.DataFrame:
     """The table in a parquet file.
 
     Args:
@@ -75,7 +75,9 @@ def read(path: Path, required: Sequence[str] = COLUMNS) -> pd.DataFrame:
         if missing := [column for column in required if column not in names]:
             raise FulldepthError(f"{path} lacks the columns {', '.join(missing)}.")
         if len(names) > MOST_COLUMNS or len(set(names)) < len(names):
-            raise FulldepthError(f"Cannot read {path}: it has {len(names):,} columns, or one of them twice.")
+            raise FulldepthError(
+                f"Cannot read {path}: it has {len(names):,} columns (at most {MOST_COLUMNS}), or a column twice."
+            )
         if not (0 <= rows <= MOST_ROWS and 0 <= size <= MOST_BYTES):
             raise FulldepthError(
                 f"Cannot read {path}: it declares {rows:,} rows and {size:,} bytes of values, at most {MOST_ROWS:,} "
@@ -87,7 +89,7 @@ def read(path: Path, required: Sequence[str] = COLUMNS) -> pd.DataFrame:
             texts = [name for name, kind in zip(names, schema.types, strict=True) if _is_text(kind)]
             columns = pyarrow.parquet.ParquetFile(path, read_dictionary=texts).read()
             columns.validate(full=True)
-    total = 0  # text is stored once per value, and may become too long when expanded
+    total = 0  # bytes of text after expanding the dictionary, which stores each distinct text once
     for chunk in (chunk for name in texts for chunk in columns[name].chunks):
         lengths = np.asarray(pyarrow.compute.binary_length(chunk.dictionary).fill_null(0), dtype=np.int64)
         counts = np.bincount(chunk.indices.drop_null().to_numpy(), minlength=len(lengths))
@@ -111,7 +113,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _check_type(path: Path, name: str, kind: pa.DataType, rows: int) -> None:
-    """Refuse a column of the wrong type; unknown columns may be numbers or text, and columns without rows untyped."""
+    """Refuse a column of the wrong type. Unknown columns may hold numbers or text; empty columns may be untyped."""
     is_kind = {
         "text": _is_text(kind),
         "numbers": pa.types.is_floating(kind),
@@ -145,7 +147,7 @@ NOT_KEYS = {"measure", "statistic", "layer", "count", "unit", *REAL}
 """Columns that do not distinguish rows of one statistic; all others do."""
 
 
-def select(table: pd.DataFrame, measure: str, statistic: str, where: Mapping[str, Any]) -> pd.Series:
+def select_values(table: pd.DataFrame, measure: str, statistic: str, where: Mapping[str, Any]) -> pd.Series:
     """The values of one statistic by layer; without layers by step of a training, in a removal curve by `removed`.
 
     Args:
@@ -158,14 +160,14 @@ def select(table: pd.DataFrame, measure: str, statistic: str, where: Mapping[str
         FulldepthError: if there is no such row or column, or a layer has several rows.
     """
     rows = table[(table["measure"] == measure) & (table["statistic"] == statistic)]
-    chosen = {name: value for name, value in where.items() if value is not None}
-    for name, value in chosen.items():
+    required = {name: value for name, value in where.items() if value is not None}
+    for name, value in required.items():
         if name not in table.columns:
             raise unknown("column of these results", name, [c for c in table.columns if c not in NOT_KEYS])
         rows = rows[rows[name] == value]
     if rows.empty:
         have = sorted({f"{m} {s}" for m, s in zip(table["measure"], table["statistic"], strict=True)})
-        stated = "".join(f", {name} {value!r}" for name, value in chosen.items())
+        stated = "".join(f", {name} {value!r}" for name, value in required.items())
         raise FulldepthError(f"No rows for {measure} {statistic}{stated}. There are: {', '.join(have)}.")
     if "removed" in rows.columns and bool(rows["removed"].notna().all()):
         index = "removed"
@@ -175,11 +177,13 @@ def select(table: pd.DataFrame, measure: str, statistic: str, where: Mapping[str
         names = [name for name in rows.columns if name not in NOT_KEYS | {index}]
         values = {name: rows[name].dropna().unique() for name in names if rows[name].nunique(dropna=False) > 1}
         choices = "; ".join(
-            f"{name} is {one_line(', '.join(map(repr, found.tolist())), 200)}" for name, found in values.items()
+            f"{name} is {one_line(', '.join(map(repr, present.tolist())), 200)}" for name, present in values.items()
         )
-        # of several sites the stream before the final norm
-        one = chosen | {name: RESIDUAL if RESIDUAL in found else found.tolist()[-1] for name, found in values.items()}
-        example = ", ".join(f"{name}={value!r}" for name, value in one.items())
+        # of several sites, suggest the residual stream
+        narrowed = required | {
+            name: RESIDUAL if RESIDUAL in present else present.tolist()[-1] for name, present in values.items()
+        }
+        example = ", ".join(f"{name}={value!r}" for name, value in narrowed.items())
         raise FulldepthError(
             f"Several rows of {measure} {statistic} for one {index}: {choices or 'equal rows'}. Choose one, for "
             f"example values({measure!r}, {statistic!r}, {example})."

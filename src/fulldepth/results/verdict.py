@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from fulldepth.core.errors import rounded
 from fulldepth.core.uncertainty import FEWEST_CLUSTERS, FEWEST_DOCUMENTS, SIGNIFICANT, Difference, measurable
 from fulldepth.results.differences import Interval
 from fulldepth.results.document import Finding
@@ -21,7 +22,7 @@ class Number(NamedTuple):
     measure: str
     statistic: str
     back: int | None = 0
-    """Layers from the last one to its row of the table; None for rows without a layer."""
+    """Distance of its layer from the last one; None for rows without a layer."""
 
 
 NUMBERS = {
@@ -36,7 +37,7 @@ NUMBERS = {
     "effective_depth": Number("Effective depth", "effective_depth", "relative_eps=0.05", None),
 }
 PRINTED = 5e-5
-"""Smallest change of a displacement that does not print as zero."""
+"""Smallest change of a displacement that does not round to zero in a sentence."""
 ROUNDING = 2**-23
 """Relative rounding error of float32: another order of the batches changes numbers by about as much."""
 
@@ -50,7 +51,7 @@ NOT_COMPARABLE = (
 DATA = ("the data differ", "data", "hash", "name")
 """The data of two results, in the terms of `unlike`."""
 TEXT = ("the data differ", "data", "text_hash", "name")
-"""Their text; tokens may differ where the text is the same."""
+"""The text of two results, which may be the same although the tokens differ."""
 OTHER_REASONS = (
     ("the precisions differ", "model", "dtype"),
     ("the seeds differ", "run", "seed"),
@@ -69,21 +70,25 @@ Intervals = Mapping[tuple[str, str], Interval | None]
 """(name, label) -> interval of the difference of a number that has no standard error; None = not known."""
 
 
-def headline(table: pd.DataFrame, models: list[Entry], intervals: Intervals | None = None) -> dict[str, Finding]:
+def comparison_headline(
+    table: pd.DataFrame, models: list[Entry], intervals: Intervals | None = None
+) -> dict[str, Finding]:
     """Differences of every model from the baseline, by `name:label`.
 
-    Of a model that is not comparable with the baseline, the reason is the only finding, and comes first.
+    A model that is not comparable with the baseline has a single finding, the reason. Such findings come first.
 
     Args:
         table: the comparison's table.
         models: the entries of `meta["models"]`.
-        intervals: of steps.
+        intervals: intervals of the numbers without a standard error.
     """
-    baseline, others = baseline_of(models)
-    refused = {f"comparable:{model['label']}": reason for model in others if (reason := incomparable(model, baseline))}
+    baseline, compared = baseline_of(models)
+    refused = {
+        f"comparable:{model['label']}": reason for model in compared if (reason := incomparable(model, baseline))
+    }
     return refused | {
         f"{name}:{model['label']}": finding
-        for model in others
+        for model in compared
         if f"comparable:{model['label']}" not in refused
         for name, finding in (
             *_redundancy(table, model, baseline),
@@ -93,9 +98,9 @@ def headline(table: pd.DataFrame, models: list[Entry], intervals: Intervals | No
 
 
 def incomparable(model: Entry, baseline: Entry) -> Finding | None:
-    """The finding that forbids differences of two models, with its reason; None if they are comparable.
+    """The finding that two models are not comparable, with the reason; None if they are.
 
-    One model may be compared on several data: then the differences are those of the data.
+    The same model may be compared on different data: then the differences are due to the data.
     """
     texts = [entry["data"].get("text_hash") for entry in (model, baseline)]
     identity = [(entry["model"].get("name"), entry["model"].get("config_hash")) for entry in (model, baseline)]
@@ -105,7 +110,7 @@ def incomparable(model: Entry, baseline: Entry) -> Finding | None:
 
 
 def refusal(model: Entry, baseline: Entry, causes: Sequence[tuple[str, ...]]) -> Finding | None:
-    """The finding in place of differences, if two models differ in one of the causes (see `unlike`)."""
+    """The finding "not comparable" if two models differ in one of the causes (see `unlike`), else None."""
     reasons = unlike(model, baseline, causes)
     pair = f"{model['label']} and {baseline['label']}"
     return Finding(None, "1", f"{pair} are not comparable because {reasons}.") if reasons else None
@@ -124,12 +129,12 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
     change, error = rows[["difference", "difference_error"]].to_numpy(np.float64).T
     label, other, layers, test = model["label"], baseline["label"], len(change), _test(bool(model.get("paired")))
     median, differs = float(np.median(change)), measurable(change, error) & (np.abs(change) > PRINTED)
-    summary = f"the median change is {signed(median, 4)}"
+    summary = f"the median change is {signed_number(median, 4)}"
     if not np.isfinite(error).any():
         sentence = f"Displacement in {label} and {other}: {summary} (no standard error is known)."
     elif not differs.any():
-        most = float(np.nanmax(np.abs(change) + SIGNIFICANT * error))
-        bound = f"no measurable difference at any of {layers} layers ({test}, at most {most:.2g})"
+        largest = float(np.nanmax(np.abs(change) + SIGNIFICANT * error))
+        bound = f"no measurable difference at any of {layers} layers ({test}, at most {largest:.2g})"
         sentence = f"Displacement in {label} and {other}: {bound}."
     else:
         larger, smaller = (int((differs & side).sum()) for side in (change > 0, change < 0))
@@ -153,40 +158,42 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
             layer = -1 if number.back is None else entry["model"]["num_layers"] - number.back
             rows = rows[(rows["layer"].fillna(-1) == layer) & np.isfinite(rows["value"])]
             values.append(rows.iloc[0] if len(rows) else None)
-        own, base = values
-        if own is None or base is None:
+        row, base_row = values
+        if row is None or base_row is None:
             continue
-        difference, error = float(own["value"] - base["value"]), float(own["difference_error"])
+        difference, error = float(row["value"] - base_row["value"]), float(row["difference_error"])
         interval = intervals.get((name, model["label"]))
         spread = SIGNIFICANT * error
         low, high = (interval.low, interval.high) if interval else (difference - spread, difference + spread)
+        change = rounded(difference, "+.3g")
+        ends = f"95 % interval {rounded(low, '+.3g')} to {rounded(high, '+.3g')}"
         test = _test(interval.paired if interval else bool(model.get("paired")))
-        if abs(difference) <= ROUNDING * abs(own["value"]) and not (interval and (low or high)):
+        if abs(difference) <= ROUNDING * abs(row["value"]) and not (interval and (low or high)):
             verdict = "no difference"
         elif interval and low <= 0 <= high:
-            verdict = f"no measurable difference ({test}, 95 % interval {low:+.3g} to {high:+.3g})"
+            verdict = f"no measurable difference ({test}, {ends})"
         elif interval:
-            verdict = f"{test} difference {difference:+.3g} (95 % interval {low:+.3g} to {high:+.3g})"
+            verdict = f"{test} difference {change} ({ends})"
         elif math.isnan(error):
-            verdict = f"difference {difference:+.3g} (no standard error is known)"
+            verdict = f"difference {change} (no standard error is known)"
         elif not measurable([difference], [error])[0]:
-            verdict = f"no measurable difference ({test}, at most {abs(difference) + spread:.2g})"
+            verdict = f"no measurable difference ({test}, at most {rounded(abs(difference) + spread, '.2g')})"
         else:
-            verdict = f"{test} difference {difference:+.3g} ± {error:.2g}"
-        unit = "" if own["unit"] == "1" else f" {own['unit']}"
+            verdict = f"{test} difference {change} ± {rounded(error, '.2g')}"
+        unit = "" if row["unit"] == "1" else f" {row['unit']}"
         sentence = (
-            f"{number.title}: {own['value']:.3g}{unit} in {model['label']} against {base['value']:.3g}{unit} in "
-            f"{baseline['label']}; {verdict}."
+            f"{number.title}: {rounded(row['value'], '.3g')}{unit} in {model['label']} against "
+            f"{rounded(base_row['value'], '.3g')}{unit} in {baseline['label']}; {verdict}."
         )
         stated = None if math.isnan(error) else error
-        yield name, Finding(difference, own["unit"], sentence, stated, interval=(low, high) if interval else None)
+        yield name, Finding(difference, row["unit"], sentence, stated, interval=(low, high) if interval else None)
 
 
 def _test(paired: bool) -> str:
     return "paired" if paired else "unpaired"
 
 
-def signed(value: float, digits: int = 2) -> str:
+def signed_number(value: float, digits: int = 2) -> str:
     """A number with its sign; no sign if it rounds to zero."""
     return f"{value:+.{digits}f}" if round(value, digits) else f"{0:.{digits}f}"
 
@@ -196,18 +203,18 @@ def baseline_of(models: list[Entry]) -> tuple[Entry, list[Entry]]:
     return next(model for model in models if model["baseline"]), [model for model in models if not model["baseline"]]
 
 
-def warnings(table: pd.DataFrame, models: list[Entry]) -> list[str]:
-    """One line for each reason to distrust a difference."""
-    baseline, others = baseline_of(models)
+def comparison_warnings(table: pd.DataFrame, models: list[Entry]) -> list[str]:
+    """Warnings about the differences: one line for each reason to distrust them."""
+    baseline, compared = baseline_of(models)
     measures = {model["label"]: set(table.measure[table.model == model["label"]]) for model in models}
     lines = []
-    for model in others:
+    for model in compared:
         pair = f"{model['label']} and {baseline['label']}"
         if reasons := unlike(model, baseline, OTHER_REASONS, where_stated=True):
             lines.append(f"{pair}: a small difference may have other reasons than the models: {reasons}.")
         for task in [name for name in model.get("tasks") or () if name in (baseline.get("tasks") or ())]:
-            own, other = ({"label": entry["label"], **entry["tasks"][task]} for entry in (model, baseline))
-            if reasons := unlike(own, other, TASK, where_stated=True):
+            scores, base_scores = ({"label": entry["label"], **entry["tasks"][task]} for entry in (model, baseline))
+            if reasons := unlike(scores, base_scores, TASK, where_stated=True):
                 lines.append(f"{task}: its scores are not comparable because {reasons}.")
         lines += depth_warning(model, baseline)
         for label, other in ((model["label"], baseline["label"]), (baseline["label"], model["label"])):
@@ -217,32 +224,33 @@ def warnings(table: pd.DataFrame, models: list[Entry]) -> list[str]:
 
 
 def depth_warning(model: Entry, baseline: Entry) -> list[str]:
-    """A line on models of unequal depth; no line if the depths are equal."""
+    """A list with one warning if two models differ in depth, else an empty list."""
     layers = [entry["model"]["num_layers"] for entry in (model, baseline)]
     if layers[0] == layers[1]:
         return []
     return [
-        f"{model['label']} and {baseline['label']} have {layers[0]} and {layers[1]} layers: what one "
-        "layer does (displacement, norm_ratio, saturation counts) shrinks as layers are added."
+        f"{model['label']} and {baseline['label']} have {layers[0]} and {layers[1]} layers: numbers "
+        "per layer (displacement, norm_ratio, saturation counts) shrink as a model gets more layers."
     ]
 
 
 def unlike(model: Entry, baseline: Entry, causes: Sequence[tuple[str, ...]], where_stated: bool = False) -> str:
-    """Text of the causes in which two models differ, with both values if these can be told apart; empty if in none.
+    """Names the causes in which two models differ, with both values if they print differently; empty if there are none.
 
     Args:
         model: a model.
         baseline: the model that it is compared with.
-        causes: text, part of the entry (empty = the entry itself), key, and the key to show if it is a different one.
-        where_stated: whether to compare a value only if both entries state it.
+        causes: for each cause its text, the part of the entry (empty = the entry itself), the key to compare, and
+            optionally another key whose values are shown.
+        where_stated: compare a value only if both entries state it.
     """
     reasons = []
     for text, part, *keys in causes:
         parts = [(entry.get(part) or {}) if part else entry for entry in (model, baseline)]
-        values, shown = ([entry.get(key) for entry in parts] for key in (keys[0], keys[-1]))
+        values, printed = ([entry.get(key) for entry in parts] for key in (keys[0], keys[-1]))
         if values[0] != values[1] and not (where_stated and None in values):
-            stated = f" ({model['label']}: {shown[0]}, {baseline['label']}: {shown[1]})"
-            reasons.append(text + (stated if shown[0] != shown[1] else ""))
+            stated = f" ({model['label']}: {printed[0]}, {baseline['label']}: {printed[1]})"
+            reasons.append(text + (stated if printed[0] != printed[1] else ""))
     return "; ".join(reasons)
 
 

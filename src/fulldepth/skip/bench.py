@@ -75,10 +75,10 @@ from fulldepth.results import (
     difference_finding,
     difference_in_words,
     finite,
-    names,
     provenance,
     stacked,
     tabulate,
+    unique_names,
 )
 from fulldepth.settings import command_line
 from fulldepth.settings.bench import BenchSettings
@@ -244,7 +244,7 @@ def _opened(
     if files[0] is not None and any(files[1:]):
         opened.insert(1, (LlamaCpp(files[0]), f"{opened[0][1]} (llama.cpp)", {}, True))
     opened.sort(key=lambda each: isinstance(each[0], LlamaCpp))
-    labels = names([Path(name) for _, name, *_ in opened])
+    labels = unique_names([Path(name) for _, name, *_ in opened])
     return [BenchedModel(label, *each) for label, each in zip(labels, opened, strict=True)]
 
 
