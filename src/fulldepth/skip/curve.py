@@ -141,8 +141,9 @@ def _read(
             placed = batch.to(scorer.device)
             base = scorer.states(placed, BASE)
             states = (scorer.states(placed, variant) for variant in variants)
-            likeliest = predicted(scorer.classifier, base)
-            sums[number] = [scorer.state_sums(state, placed, [*MEASURES], likeliest) for state in states]
+            sums[number] = [
+                scorer.state_sums(state, placed, [*MEASURES], predicted(scorer.classifier, base)) for state in states
+            ]
             scorer.plain()
         watcher.advance(len(variants))
     parts = {number: part for share in process.gather(sums) for number, part in share.items()}
