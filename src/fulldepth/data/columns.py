@@ -49,6 +49,8 @@ CHOICES: dict[str, Sequence[tuple[str, str | None]]] = {
     "pairs": PROMPT_COLUMNS,
 }
 """Kind of data -> the columns that it is read from, in order of preference."""
+RESPONSE_COLUMNS = (CUT_OFF, END, "input")
+"""Further columns by which a prompt (Alpaca's `input`) or a generated response is encoded, in rows that have them."""
 CONVERSATIONS = ("pairs", "chats")
 """Kinds of data whose responses are answers to prompts."""
 LABEL_COLUMNS = ("label", "labels", "fine_label", "Quality")
@@ -67,7 +69,7 @@ class Columns(NamedTuple):
     second: str | None
     label: str | None
     others: tuple[str, ...] = ()
-    """Of prompts with responses: columns that change how they are encoded, where the data have them."""
+    """Those of `RESPONSE_COLUMNS` that the data have."""
 
     @property
     def required(self) -> list[str]:
@@ -89,13 +91,8 @@ def choose_columns(names: Iterable[str], where: str) -> Columns:
             if first in have and second in (None, *have):
                 if kind not in CONVERSATIONS:
                     return Columns(kind, first, second, label)
-                return Columns(
-                    kind,
-                    first,
-                    second,
-                    None,
-                    tuple(name for name in (CUT_OFF, END, "input") if name in have and name != first),
-                )
+                others = tuple(name for name in RESPONSE_COLUMNS if name in have and name != first)
+                return Columns(kind, first, second, None, others)
     raise FulldepthError(
         f"{where} has none of the columns that fulldepth reads. Got: {names_of(have)}. Expected: {EXPECTED}."
     )

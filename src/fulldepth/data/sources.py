@@ -19,6 +19,7 @@ from fulldepth.data.columns import (
     CONVERSATIONS,
     EXPECTED,
     LABEL_COLUMNS,
+    RESPONSE_COLUMNS,
     Columns,
     choose_columns,
     clean_text,
@@ -265,7 +266,7 @@ def _source(
 
 def _conversation(row: Mapping[str, Any], columns: Columns, where: str) -> DataRecord:
     """The record of a chat, or of a prompt with its response: two texts, or lists of messages."""
-    conversation = {name: row[name] for name in columns.names if name in row}
+    conversation = {name: row[name] for name in (*columns.required, *RESPONSE_COLUMNS) if name in row}
     if columns.second is None or isinstance(row[columns.first], list):
         return DataRecord(conversation=conversation, where=where)
     prompt, response = (text_value(row[name], f"{where}, {name!r}") for name in (columns.first, columns.second))
