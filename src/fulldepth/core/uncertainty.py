@@ -371,7 +371,7 @@ class Difference(NamedTuple):
 
     @property
     def measurable(self) -> bool:
-        """Whether the difference is beyond its error."""
+        """True if the difference is beyond its error."""
         return abs(self.mean) > self.reach
 
 

@@ -151,7 +151,7 @@ class Batch:
 
 @dataclass
 class Sequences:
-    """All prepared sequences, in order."""
+    """Sequences prepared for a model, in order."""
 
     name: str
     kind: str
@@ -193,7 +193,7 @@ class Sequences:
 
     @property
     def masked(self) -> bool:
-        """Whether batches have `masked_inputs`."""
+        """True if batches have `masked_inputs`."""
         return self.task == "masked-lm" and self.num_targets > 0
 
     @property
@@ -203,7 +203,7 @@ class Sequences:
 
     @property
     def equal_lengths(self) -> bool:
-        """Whether all sequences have one length, so that nothing is padded."""
+        """True if all sequences have one length, so that nothing is padded."""
         return len(set(self.lengths)) == 1
 
     def describe(self) -> dict[str, Any]:
@@ -256,15 +256,17 @@ def collate_texts(
         pad_id: token id of padding.
         targets: what the head predicts at each position, from the labels `[B, T]`; None if it predicts no tokens.
     """
-    chosen = [examples[i] for i in indices]
-    inputs = padded_batch(chosen, pad_id)
-    labels, token_ids, mask = inputs.pop("labels"), inputs["input_ids"], inputs["attention_mask"]
-    if encoder_ids := [example.encoder_ids for example in chosen if example.encoder_ids is not None]:
+    rows = [examples[i] for i in indices]
+    inputs = padded_batch(rows, pad_id)
+    labels = inputs.pop("labels")
+    token_ids = inputs["input_ids"]
+    mask = inputs["attention_mask"]
+    if encoder_ids := [example.encoder_ids for example in rows if example.encoder_ids is not None]:
         inputs = {f"decoder_{name}": ids for name, ids in inputs.items()} | padded_inputs(encoder_ids, pad_id)
-    if types := [example.types for example in chosen if example.types is not None]:
+    if types := [example.types for example in rows if example.types is not None]:
         inputs["token_type_ids"] = padded(types, 0)
-    masked_ids = [example.masked_ids for example in chosen if example.masked_ids is not None]
-    words = [example.words for example in chosen if example.words is not None]
+    masked_ids = [example.masked_ids for example in rows if example.masked_ids is not None]
+    words = [example.words for example in rows if example.words is not None]
     return Batch(
         inputs=inputs,
         attention_mask=mask.bool(),
@@ -279,8 +281,8 @@ def collate_texts(
 
 def collate_images(examples: Sequence[DataRecord], indices: Sequence[int], processor: Any) -> Batch:
     """Decode the chosen images and run the (untrusted) processor on them; a `FulldepthError` names what fails."""
-    chosen = [examples[i] for i in indices]
-    images = [example.image() for example in chosen if example.image is not None]
+    records = [examples[i] for i in indices]
+    images = [example.image() for example in records if example.image is not None]
     with reading(f"images with a {type(processor).__name__}"):
         processed = processor(images=images, return_tensors="pt")
         inputs = {name: value for name, value in processed.items() if isinstance(value, Tensor)}
@@ -288,12 +290,12 @@ def collate_images(examples: Sequence[DataRecord], indices: Sequence[int], proce
         raise FulldepthError(f"The {type(processor).__name__} of the model gives pixels that are not finite.")
     objects = [
         {
-            "class_labels": torch.tensor(own.classes, dtype=torch.int64),
-            "boxes": torch.tensor(own.relative, dtype=torch.float32).reshape(-1, 4),
-            "crowd": torch.tensor(own.crowd, dtype=torch.bool),
+            "class_labels": torch.tensor(image_objects.classes, dtype=torch.int64),
+            "boxes": torch.tensor(image_objects.relative, dtype=torch.float32).reshape(-1, 4),
+            "crowd": torch.tensor(image_objects.crowd, dtype=torch.bool),
         }
-        for own in (example.objects for example in chosen)
-        if own is not None
+        for image_objects in (example.objects for example in records)
+        if image_objects is not None
     ]
     return Batch(
         inputs=inputs,

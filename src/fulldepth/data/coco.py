@@ -46,7 +46,8 @@ class Objects:
     @property
     def relative(self) -> list[Box]:
         """The boxes as (centre x, centre y, width, height), each divided by the image's width or height."""
-        across, down = self.width, self.height
+        across = self.width
+        down = self.height
         return [((x + w / 2) / across, (y + h / 2) / down, w / across, h / down) for x, y, w, h in self.boxes]
 
     @property
@@ -57,8 +58,8 @@ class Objects:
     def numbered(self, numbers: Sequence[int | None]) -> Objects:
         """The objects with other class indices, `numbers[i]` in place of i; those whose number is None are left out."""
         entries = zip(map(numbers.__getitem__, self.classes), self.boxes, self.crowd, strict=True)
-        kept = [entry for entry in entries if entry[0] is not None]
-        return Objects(self.width, self.height, *zip(*kept, strict=True))
+        known = [entry for entry in entries if entry[0] is not None]
+        return Objects(self.width, self.height, *zip(*known, strict=True))
 
     def mirrored(self) -> Objects:
         """The objects of the image whose left and right are exchanged."""
@@ -121,7 +122,9 @@ def coco_rows(path: Path, *, skip_bad: bool = False) -> tuple[list[dict[str, Any
             f"{path} is not in COCO's format for detection: expected an object with the lists images, annotations and "
             "categories."
         )
-    reader, bad, first = _CocoReader(path), Counter[str](), list[str]()
+    reader = _CocoReader(path)
+    bad = Counter[str]()
+    first = list[str]()
     uses: Any = (Category, reader.category), (ImageEntry, reader.image), (Annotation, reader.annotation)
     for key, (kind, use) in zip(LISTS, uses, strict=True):
         for position, value in enumerate(content[key]):
@@ -147,9 +150,13 @@ def coco_rows(path: Path, *, skip_bad: bool = False) -> tuple[list[dict[str, Any
     numbers = {key: number for number, key in enumerate(sorted(reader.names))}
     rows = []
     for load, entry in reader.images.values():
-        known = [(numbers[each.category_id], box, bool(each.iscrowd)) for each, box in reader.objects[entry.id]]
+        known = [
+            (numbers[annotation.category_id], box, bool(annotation.iscrowd))
+            for annotation, box in reader.objects[entry.id]
+        ]
         rows.append({"image": load, "objects": Objects(entry.width, entry.height, *zip(*known, strict=True))})
-    counts, examples = " and ".join(f"{count} {key}" for key, count in bad.items()), " ".join(first[:SHOWN])
+    counts = " and ".join(f"{count} {key}" for key, count in bad.items())
+    examples = " ".join(first[:SHOWN])
     warnings = (one_line(f"{path.name}: skipped {counts} with defects. First: {examples}", 900),) if bad else ()
     return rows, tuple(reader.names[key] for key in numbers), warnings
 
@@ -158,8 +165,10 @@ class _CocoReader:
     """Entries of a file that were read, and checks of further ones."""
 
     def __init__(self, path: Path) -> None:
-        stem, above = path.stem.removeprefix("instances_"), path.parent.parent
-        self.path, self.folders = path, [path.parent, path.parent / "images", path.parent / stem]
+        stem = path.stem.removeprefix("instances_")
+        above = path.parent.parent
+        self.path = path
+        self.folders = [path.parent, path.parent / "images", path.parent / stem]
         self.folders += [above / stem, above / "images" / stem, above / "images"]
         self.names: dict[int, str] = {}
         self.images: dict[int, tuple[StoredImage, ImageEntry]] = {}
@@ -177,15 +186,17 @@ class _CocoReader:
     def image(self, where: str, entry: ImageEntry) -> None:
         if entry.id in self.images:
             raise FulldepthError(f"{where}: another image has the same id.")
-        name, path = entry.file_name, PurePosixPath(entry.file_name)
+        name = entry.file_name
+        path = PurePosixPath(entry.file_name)
         if not path.parts or "\0" in name or ".." in path.parts or path.is_absolute():
             raise FulldepthError(f"{where}: file_name is {one_line(repr(name), 80)}, expected a relative path.")
         # `Path.is_file` would raise for names that are too long and folders that are locked
-        found = next((folder / name for folder in self.folders if os.path.isfile(folder / name)), None)
-        if found is None:
+        file = next((folder / name for folder in self.folders if os.path.isfile(folder / name)), None)
+        if file is None:
             missing = one_line(name, 120)
             raise FulldepthError(f"{where}: there is no image file {missing} in {self.path.parent} or near it.")
-        stored, stated = stored_image(found, name), (entry.width, entry.height)
+        stored = stored_image(file, name)
+        stated = (entry.width, entry.height)
 
         def decode() -> Image.Image:
             image = stored()
@@ -205,8 +216,11 @@ class _CocoReader:
             raise FulldepthError(f"{where}: category_id {entry.category_id} is not among the categories.")
         image = self.images[entry.image_id][1]
         x, y, width, height = entry.bbox
-        left, top = max(x, 0.0), max(y, 0.0)
-        right, bottom = min(x + width, image.width), min(y + height, image.height)  # cut off at the image's edges
+        left = max(x, 0.0)
+        top = max(y, 0.0)
+        # cut off at the image's edges
+        right = min(x + width, image.width)
+        bottom = min(y + height, image.height)
         outside = min(x, y) < -SLACK or x + width > image.width + SLACK or y + height > image.height + SLACK
         if min(width, height) <= 0 or outside or right <= left or bottom <= top:
             raise FulldepthError(

@@ -78,7 +78,7 @@ class Columns(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """All columns to read."""
+        """Names of all columns to read."""
         return [*self.required, *self.others]
 
 

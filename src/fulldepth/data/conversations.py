@@ -81,7 +81,9 @@ def conversations(
             if example and not example.get(CUT_OFF):
                 yield example
 
-    examples, chunks, text = whole(), [], datasets.Value("string")
+    examples = whole()
+    chunks = []
+    text = datasets.Value("string")
     messages = [{"role": text, "content": text}]
     for chunk in iter(lambda: list(islice(examples, CHUNK)), []):
         features = {key: text if isinstance(value, str) else messages for key, value in chunk[0].items()}
@@ -108,7 +110,8 @@ def read_conversations(rows: Rows, tokenizer: Any = None) -> Iterator[tuple[str,
     columns = None
     for where, row in rows:
         columns = columns or _columns(row, where, tokenizer)
-        prompt, response = _prompt(row, where, columns, tokenizer), columns[1]
+        prompt = _prompt(row, where, columns, tokenizer)
+        response = columns[1]
         if response is None:
             yield where, {"messages": prompt} if _answered(prompt[1:]) else {}
             continue
@@ -185,7 +188,8 @@ def _separated(prompt: str) -> str:
 def _messages(row: Mapping[str, Any], where: str, column: str) -> list[Message]:
     """The messages in a column of a row."""
     require_columns(row, [column], where)
-    value, messages = row[column], []
+    value = row[column]
+    messages = []
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         raise FulldepthError(
             f"{where}, {column!r} is of type {type(value).__name__}, expected a list of role and content."
@@ -351,7 +355,7 @@ def _answer(tokenizer: Any, prompt: list[Message], response: Message, opening: s
 
 
 def _end_of_turn(tokenizer: Any, prompt: list[Message], response: Message, where: str) -> str:
-    """What the chat template writes after a response."""
+    """Return the text that the chat template writes after a response."""
     full = _probed(tokenizer, prompt, response, where)
     if PROBE not in full:
         raise FulldepthError(f"{where}: the chat template rewrites the response, so its end is not known.")
@@ -372,8 +376,8 @@ def _common(first: str, second: str) -> int:
 def reasoning_mark(tokenizer: Any) -> str:
     """The mark, such as `<think>`, with which the chat template begins each answer; empty for other templates."""
     opening = _render(tokenizer, [{"role": "user", "content": "?"}], "A question", answer=True)
-    found = re.search(r"[<\[][^\w/]?\w*think\w*\W?[>\]]\s*\Z", opening, re.IGNORECASE)
-    return found.group().strip() if found else ""
+    mark = re.search(r"[<\[][^\w/]?\w*think\w*\W?[>\]]\s*\Z", opening, re.IGNORECASE)
+    return mark.group().strip() if mark else ""
 
 
 def _render(tokenizer: Any, messages: list[Message], where: str, *, answer: bool) -> str:

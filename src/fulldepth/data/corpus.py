@@ -18,8 +18,10 @@ from transformers import BertTokenizer, PreTrainedTokenizerFast
 from fulldepth.core.errors import unknown
 from fulldepth.data.images import StoredImage
 
-CORPUS, DIGITS = "corpus:builtin", "digits:builtin"
-PARTS, DIGIT_PARTS = ("train", "heldout"), ("train", "test")
+CORPUS = "corpus:builtin"
+DIGITS = "digits:builtin"
+PARTS = ("train", "heldout")
+DIGIT_PARTS = ("train", "test")
 TEST_SHARE = 5
 """One in so many images of each class is in the test part."""
 END_OF_TEXT = "<|endoftext|>"
@@ -141,7 +143,9 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> BertTokeniz
 
     Source: Devlin et al. 2019 (BERT).
     """
-    texts, learner, inside = list(texts), BertWordPieceTokenizer(lowercase=True), Counter[str]()
+    texts = list(texts)
+    learner = BertWordPieceTokenizer(lowercase=True)
+    inside = Counter[str]()
     for text in texts:
         for word, _ in learner.pre_tokenizer.pre_tokenize_str(learner.normalize(text)):
             inside.update(word[1:])

@@ -23,7 +23,8 @@ CHARACTERS = 8
 """Characters of a piece for each token of a window; text has 3 to 6 characters a token."""
 BLOCK = 4096
 """Tokens of a block of a document, at least."""
-FEWEST_DOCUMENTS, FEWEST_BLOCKS = 3, 8
+FEWEST_DOCUMENTS = 3
+FEWEST_BLOCKS = 8
 """Fewest clusters of either kind from which an error is stated."""
 
 
@@ -78,29 +79,36 @@ def draw_windows(
             of their own.
         least: tokens of a short window, at least.
     """
-    most, sizes = CHARACTERS * window, np.array([len(text) for _, text in documents], dtype=np.int64)
-    totals = np.maximum(1, sizes // most)  # [documents] numbers of their pieces
+    characters_of_window = CHARACTERS * window
+    sizes = np.array([len(text) for _, text in documents], dtype=np.int64)
+    totals = np.maximum(1, sizes // characters_of_window)  # [documents] numbers of their pieces
     owner = np.repeat(np.arange(len(sizes)), totals)  # [pieces] index of their document
     place = np.arange(len(owner)) - np.repeat(np.cumsum(totals) - totals, totals)  # [pieces] number in its document
     hashes = ranks(distinct([name for name, _ in documents])[owner] ^ (ranks(place, 2) * (place > 0)), seed)
     characters = sizes[owner] / totals[owner]
-    keys = -np.log((hashes.astype(np.float64) + 1) * 2.0**-64) / np.maximum(characters, most / 2)
-    is_sample = np.minimum(1.0, characters / most).sum() >= count - 1e-9  # else all windows are needed
-    short, found = _Short(window, join, least), list[tuple[int, int, Window]]()
+    keys = -np.log((hashes.astype(np.float64) + 1) * 2.0**-64) / np.maximum(characters, characters_of_window / 2)
+    is_sample = np.minimum(1.0, characters / characters_of_window).sum() >= count - 1e-9  # else all windows are needed
+    short = _Short(window, join, least)
+    drawn = list[tuple[int, int, Window]]()
     for index in keys.argsort(kind="stable").tolist() if is_sample else ():
-        document, number = int(owner[index]), int(place[index])
-        total, (name, text) = int(totals[document]), documents[document]
+        document = int(owner[index])
+        number = int(place[index])
+        total = int(totals[document])
+        (name, text) = documents[document]
         start, stop = (_cut(text, part * len(text) // total) for part in (number, number + 1))
         ids = list(tokenise(text[start:stop], start == 0, stop == len(text)))
         if len(ids) >= window:
             offset = identity(name, number, seed) % (len(ids) - window + 1)
             block = start // (CHARACTERS * BLOCK)
-            found.append((document, number, Window(ids[offset : offset + window], document, block)))
+            drawn.append((document, number, Window(ids[offset : offset + window], document, block)))
         elif ids and (filled := short.add(ids, document)) is not None:
-            found.append((filled.document, number, filled))
-        if len(found) == count:
-            return DrawnWindows([each for *_, each in sorted(found)], 0)
-    short, candidates, names, left_over = _Short(window, join, least), list[Window](), list[int](), 0
+            drawn.append((filled.document, number, filled))
+        if len(drawn) == count:
+            return DrawnWindows([window_drawn for *_, window_drawn in sorted(drawn)], 0)
+    short = _Short(window, join, least)
+    candidates = list[Window]()
+    names = list[int]()
+    left_over = 0
     for document, (name, text) in enumerate(documents):
         ids = list(tokenise(text, True, True))
         full = len(ids) // window * window
@@ -117,7 +125,7 @@ def draw_windows(
         return DrawnWindows([Window(short.ids, short.document, 0)], 0)
     windows = [candidates[index] for index in sample(names, count, seed)]
     left_over += short.dropped + len(short.ids)
-    windows.sort(key=lambda each: each.document)  # the order within documents is kept
+    windows.sort(key=lambda window_drawn: window_drawn.document)  # the order within documents is kept
     return DrawnWindows(windows, left_over)
 
 
@@ -143,8 +151,10 @@ class _Short:
         self.ids = self.join(self.ids, ids) if self.ids else ids
         if len(self.ids) < self.window:
             return None
-        full, rest = self.ids[: self.window], len(self.ids) - self.window
-        self.ids, self.dropped = [], self.dropped + rest
+        full = self.ids[: self.window]
+        rest = len(self.ids) - self.window
+        self.ids = []
+        self.dropped = self.dropped + rest
         return Window(full, self.document, 0)
 
 
@@ -175,9 +185,12 @@ def first_windows(
     Returns:
         Full windows, or one short window if the whole text is shorter.
     """
-    most, windows, stream, starts = window * count, list[Window](), list[int](), list[int]()
+    tokens_needed = window * count
+    windows = list[Window]()
+    stream = list[int]()
+    starts = list[int]()
     for document, text in enumerate(documents):
-        needed = most - window * len(windows) - len(stream)
+        needed = tokens_needed - window * len(windows) - len(stream)
         if needed <= 0:
             break
         ids = tokenise(text, needed)
@@ -189,7 +202,7 @@ def first_windows(
             starts.append(len(stream) - len(ids))
     if join is None:
         return DrawnWindows(windows[:count], 0)
-    del stream[most:]
+    del stream[tokens_needed:]
     full = len(stream) // window * window if len(stream) >= window else window
     for place in range(0, min(full, len(stream)), window):
         document = max(0, int(np.searchsorted(starts, place, side="right")) - 1)  # that of the first token
@@ -204,13 +217,14 @@ def block_clusters(windows: Sequence[Window], identities: Sequence[int]) -> tupl
     The document is the cluster where windows come from at least 3 documents; else blocks of at least `BLOCK` tokens of
     a document, of which at least 8 must hold windows.
     """
-    clusters = [identities[each.document] for each in windows]
+    clusters = [identities[window.document] for window in windows]
     if len(set(clusters)) >= FEWEST_DOCUMENTS:
         return clusters, "document", None
-    blocks = [identity(identities[each.document], each.block) for each in windows]
+    blocks = [identity(identities[window.document], window.block) for window in windows]
     if len(set(blocks)) >= FEWEST_BLOCKS:
         return blocks, f"block of {BLOCK:,} tokens", None
-    documents, passages = len(set(clusters)), len(set(blocks))
+    documents = len(set(clusters))
+    passages = len(set(blocks))
     reason = (
         f"the text is {documents} document{'s' * (documents > 1)} with windows in {passages} "
         f"block{'s' * (passages > 1)} of {BLOCK:,} tokens; an error needs {FEWEST_DOCUMENTS} documents or "

@@ -42,7 +42,7 @@ class Examples:
 
 
 def units(data: Mapping[str, Any]) -> str:
-    """What the independent units of held-out data are, in the plural: `rows`, `documents`, `pieces of text`.
+    """Return the name of the independent units of held-out data, in the plural: `rows`, `documents`, `pieces of text`.
 
     Args:
         data: `Examples.meta`, or a plan's `data`.
@@ -134,19 +134,20 @@ def read_examples(
                 "score with. Give more, or a held-out file."
             )
         order = np.random.default_rng(seed).permutation(documents).tolist()
-        chosen = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
-        kept, other = ([e for e in first.examples if (e.document in chosen) == part] for part in (False, True))
+        held_documents = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
+        kept, other = ([e for e in first.examples if (e.document in held_documents) == part] for part in (False, True))
         second = first._replace(name=f"a seeded fifth of {first.name}", examples=other, warnings=())
         first = first._replace(examples=kept)
     highest = max(int(example.input_ids.max()) for example in (*first.examples, *second.examples))
     warnings = list(dict.fromkeys([*first.warnings, *second.warnings]))
     warnings += check_vocabulary(highest, tokenizer, vocab_size)
     trained, scored = (
-        [id_bytes(each.input_ids) + id_bytes(each.labels) for each in part.examples] for part in (first, second)
+        [id_bytes(scored_example.input_ids) + id_bytes(scored_example.labels) for scored_example in part.examples]
+        for part in (first, second)
     )
     known = set(trained)
-    if both := sum(content in known for content in scored):
-        warnings.append(f"{both} of the {len(scored)} held-out examples are also among those to fit on.")
+    if shared := sum(content in known for content in scored):
+        warnings.append(f"{shared} of the {len(scored)} held-out examples are also among those to fit on.")
     fingerprint = Fingerprint("fulldepth examples 1")  # over ids and labels of both parts, in order
     for part in (trained, scored):
         for content in (str(len(part)).encode(), *part):
@@ -166,7 +167,7 @@ def read_examples(
 
 
 def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit: int | None, seed: int) -> _Part:
-    """All examples of one source, or of a sample of it."""
+    """Read one source, or a sample of it, as examples."""
     if isinstance(data, str) and data == CORPUS:
         data = f"{CORPUS}/heldout"  # as for `measure`: unseen by models trained on the corpus
     opened = open_data(data, streaming=limit is not None)
@@ -209,7 +210,10 @@ def _windows(
     drawn = draw_windows(documents, tokenise, window=window, count=limit or MOST_WINDOWS, seed=seed, least=2)
     if not drawn.windows:
         raise FulldepthError(f"{name} has nothing to predict: each of its documents is blank or a single token.")
-    return [Example.of(each.ids, 1, len(each.ids), document=each.document) for each in drawn.windows]
+    return [
+        Example.of(drawn_window.ids, 1, len(drawn_window.ids), document=drawn_window.document)
+        for drawn_window in drawn.windows
+    ]
 
 
 def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: int | None) -> list[Example]:

@@ -34,13 +34,16 @@ TABLES = SUFFIXES[1:]
 """Suffixes of files whose rows have columns."""
 LONGEST_LINE = 64 << 20
 """Most bytes of a line of text or of a row of a table."""
-SPARE_BYTES, EXPANSION = 1 << 30, 200
+SPARE_BYTES = 1 << 30
+EXPANSION = 200
 """Limit of a decompressed file: `SPARE_BYTES` plus `EXPANSION` times its compressed size."""
 IS_TEXT = np.array([not chr(byte).isspace() for byte in range(128)] + [True] * 128)
 """Whether a byte of UTF-8 is no ASCII white space."""
 CHUNK = 16 << 20
 """Bytes of a file that are searched for line ends at a time."""
-BATCH_ROWS, BATCH_BYTES, NESTED_BATCH_ROWS = 1 << 14, 64 << 20, 16
+BATCH_ROWS = 1 << 14
+BATCH_BYTES = 64 << 20
+NESTED_BATCH_ROWS = 16
 """Most rows of a parquet file that are decoded at a time, and their bytes; rows if columns hold lists or mappings."""
 
 
@@ -150,7 +153,9 @@ def _filled_lines(path: Path) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def _line_starts(path: Path, size: int, changed: int) -> np.ndarray:
-    starts, filled, last = [np.zeros(1, np.int64)], [], False  # of lines: first byte, whether a byte is no white space
+    starts = [np.zeros(1, np.int64)]  # first byte of each line
+    filled = []  # whether a byte of each line is no white space
+    last = False
     with path.open("rb") as file:
         for position in range(0, size, CHUNK):
             content = np.frombuffer(file.read(CHUNK), np.uint8)
@@ -206,11 +211,11 @@ def _parquet_rows(path: Path, choose: Choice | None, numbers: Sequence[int] | No
     """
     budget = None
     for first, batch in reading_each(path, _parquet_batches(path, choose, numbers)):
-        own: Sequence[int] = range(batch.num_rows)
+        positions: Sequence[int] = range(batch.num_rows)
         if numbers is not None:
             start, stop = (bisect_left(numbers, place) for place in (first, first + batch.num_rows))
-            own = [number - first for number in numbers[start:stop]]
-        if not own:
+            positions = [number - first for number in numbers[start:stop]]
+        if not positions:
             continue
         budget = SPARE_BYTES + EXPANSION * path.stat().st_size if budget is None else budget
         with reading(path):
@@ -224,7 +229,7 @@ def _parquet_rows(path: Path, choose: Choice | None, numbers: Sequence[int] | No
             raise FulldepthError(
                 f"Cannot read {path}: its rows hold more than {SPARE_BYTES >> 30} GiB and {EXPANSION} times its size."
             )
-        for index in own:
+        for index in positions:
             with reading(path):
                 row = {name: column[index].as_py() for name, column in zip(batch.schema.names, batch, strict=True)}
             yield f"{path.name} row {first + index + 1}", row
@@ -242,15 +247,16 @@ def _parquet_batches(
     types = {field.name: field.type for field in schema if columns is None or field.name in columns}
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     shared = [name for name, kind in types.items() if pyarrow.types.is_string(kind) or pyarrow.types.is_binary(kind)]
-    most = NESTED_BATCH_ROWS
+    batch_rows = NESTED_BATCH_ROWS
     if not any(map(pyarrow.types.is_nested, types.values())):
         size = sum(group.total_byte_size for group in groups)
-        most = max(1, min(BATCH_ROWS, BATCH_BYTES * metadata.num_rows // max(1, size)))
+        batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES * metadata.num_rows // max(1, size)))
     stop = 0
     with pyarrow.parquet.ParquetFile(path, read_dictionary=shared) as file:
         for number, group in enumerate(groups):
-            first, stop = stop, stop + group.num_rows
+            first = stop
+            stop = stop + group.num_rows
             if numbers is None or bisect_left(numbers, first) < bisect_left(numbers, stop):
-                for batch in file.iter_batches(batch_size=most, columns=columns, row_groups=[number]):
+                for batch in file.iter_batches(batch_size=batch_rows, columns=columns, row_groups=[number]):
                     yield first, batch
                     first += batch.num_rows

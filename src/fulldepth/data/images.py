@@ -132,29 +132,30 @@ def folder_images(
     """
     with reading(path):
         files = [PurePosixPath(file.relative_to(path).as_posix()) for file in folder_files(path)]
-    found = sorted(
+    images = sorted(
         f for f in files if f.suffix.lower() in SUFFIXES and not f.name.startswith(".") and "__MACOSX" not in f.parts
     )
-    if not found:
+    if not images:
         return None
 
     def folder(file: PurePosixPath, depth: int) -> str | None:
         return file.parts[depth].lower() if len(file.parts) > depth + 1 else None
 
-    one = len({f.parts[0] for f in found}) == 1 and all(len(f.parts) > 2 for f in found)
-    depth = int(one and folder(found[0], 0) not in SPLITS)  # a single folder may contain everything
-    splits = {name for f in found if (name := folder(f, depth)) in SPLITS}
+    one_root = len({f.parts[0] for f in images}) == 1 and all(len(f.parts) > 2 for f in images)
+    depth = int(one_root and folder(images[0], 0) not in SPLITS)  # a single folder may contain everything
+    splits = {name for f in images if (name := folder(f, depth)) in SPLITS}
     if split is None:
         split = next((s for s in (SPLITS if held_out else ("train", *SPLITS)) if s in splits), None)
     elif split not in splits:
         raise FulldepthError(f"{path.name} has no split {split!r}. It has: {', '.join(sorted(splits)) or 'no splits'}.")
     if split is not None:
-        found, depth = [f for f in found if folder(f, depth) == split], depth + 1
-    labels = [f.parent.name if len(f.parts) > depth + 1 else None for f in found]
+        images = [f for f in images if folder(f, depth) == split]
+        depth = depth + 1
+    labels = [f.parent.name if len(f.parts) > depth + 1 else None for f in images]
     classes = tuple(sorted(set(filter(None, labels))))
     numbers = {label: number for number, label in enumerate(classes)}
     rows = [
         {"image": stored_image(path / file, str(file)), "label": None if label is None else numbers[label]}
-        for file, label in zip(found, labels, strict=True)
+        for file, label in zip(images, labels, strict=True)
     ]
     return f"{path.name}/{split}" if split else path.name, rows, classes

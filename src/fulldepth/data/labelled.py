@@ -52,35 +52,41 @@ def number_labels(
     exact = {name: index for index, name in enumerate(classes)}
     folded = {name.casefold(): index for index, name in enumerate(classes)}
     by_name: list[int | None] = [exact.get(name, folded.get(name.casefold())) for name in source.class_names]
-    boxes, warnings, bad = source.kind == "objects", list(source.warnings), list[str]()
+    boxes = source.kind == "objects"
+    warnings = list(source.warnings)
+    bad = list[str]()
     named = any(number is not None for number in by_name) or (required and bool(by_name) and not boxes)
     numbers = by_name if named else list(range(len(classes)))
     if classes and source.class_names and not named:
-        ours, theirs = listed(source.class_names), listed(classes)
+        ours = listed(source.class_names)
+        theirs = listed(classes)
         warnings.append(f"The data's classes ({ours}) are not the model's ({theirs}); taken in order.")
     if boxes and classes and not named and len(source.class_names) > len(classes):
         raise FulldepthError(
             f"{source.name} has {len(source.class_names)} classes ({listed(source.class_names)}), the model has "
             f"{len(classes)} classes: {listed(classes)}."
         )
-    records, stranger = [], f"none of the {len(classes)} classes ({listed(classes)})."
+    records = []
+    stranger = f"none of the {len(classes)} classes ({listed(classes)})."
     for record in source.records:
         try:
-            label, objects = record.label, record.objects
+            label = record.label
+            objects = record.objects
             if label is not None and classes:
                 label = numbers[label] if 0 <= label < len(numbers) else None
                 if label is None:
-                    names, own = source.class_names, record.class_index
-                    shown = names[own] if own < len(names) else own
-                    raise FulldepthError(f"{record.where}: its label ({one_line(shown, 60)}) is {stranger}")
+                    names = source.class_names
+                    class_index = record.class_index
+                    stated_name = names[class_index] if class_index < len(names) else class_index
+                    raise FulldepthError(f"{record.where}: its label ({one_line(stated_name, 60)}) is {stranger}")
             elif label is None and required and not boxes:
                 raise FulldepthError(f"{record.where} has no label.")
             digest = _digest(record, read)
             if objects is not None and classes:
                 unknown = [number for number in objects.classes if numbers[number] is None]
                 if unknown:
-                    shown = one_line(source.class_names[unknown[0]], 60)
-                    bad += [f"{record.where}: an object is a {shown}, which is {stranger}"] * len(unknown)
+                    stated_name = one_line(source.class_names[unknown[0]], 60)
+                    bad += [f"{record.where}: an object is a {stated_name}, which is {stranger}"] * len(unknown)
                     if not skip_bad:
                         raise FulldepthError(bad[0])
                 objects = objects.numbered(numbers)
@@ -150,7 +156,8 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
     Raises:
         FulldepthError: if there are fewer than two classes, or more are named than declared.
     """
-    names, labels = source.class_names, {record.label for record in source.records if record.label is not None}
+    names = source.class_names
+    labels = {record.label for record in source.records if record.label is not None}
     count = declared or len(names) or max(labels, default=-1) + 1
     if len(names) > count:
         raise FulldepthError(f"{source.name} names {len(names)} classes; model.num_labels is {count}.")
@@ -161,8 +168,10 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
         )
     if count < 2 or len(labels) < 2:
         only = min(labels)
-        found = one_line(names[only] if only < len(names) else only, 60)
-        raise FulldepthError(f"{source.name} has the class {found} only. A classifier needs at least two classes.")
+        stated_name = one_line(names[only] if only < len(names) else only, 60)
+        raise FulldepthError(
+            f"{source.name} has the class {stated_name} only. A classifier needs at least two classes."
+        )
     return (*names, *(f"LABEL_{number}" for number in range(len(names), count)))
 
 
@@ -206,21 +215,23 @@ def held_out(source: Source, most: int, seed: int) -> np.ndarray:
         groups[record.digest].append(index)
     labels = [record.class_index for record in source.records]
     remaining = Counter(labels)
-    chosen = np.zeros(len(labels), bool)
+    is_held = np.zeros(len(labels), bool)
     key = seed.to_bytes(8, "little", signed=True)
     for digest in sorted(groups, key=lambda digest: hashlib.sha256(key + digest).digest()):
         group = groups[digest]
-        own = Counter(labels[i] for i in group)
-        if chosen.sum() + len(group) <= most and all(remaining[label] > count for label, count in own.items()):
-            chosen[group] = True
-            remaining -= own
-    if not chosen.any():
-        one = "it has one image" if source.kind == "objects" else "every class has one row"
+        counts_in_group = Counter(labels[i] for i in group)
+        if is_held.sum() + len(group) <= most and all(
+            remaining[label] > count for label, count in counts_in_group.items()
+        ):
+            is_held[group] = True
+            remaining -= counts_in_group
+    if not is_held.any():
+        reason = "it has one image" if source.kind == "objects" else "every class has one row"
         raise FulldepthError(
-            f"No row of {source.name} can be held out for validation: {one} only, or equal ones. Give other rows "
+            f"No row of {source.name} can be held out for validation: {reason} only, or equal ones. Give other rows "
             "(data.validation)."
         )
-    return chosen
+    return is_held
 
 
 class LabelledRows:
@@ -232,7 +243,8 @@ class LabelledRows:
     """
 
     def __init__(self, examples: Sequence[Any], change: Callable[[Any, int], Any] | None = None) -> None:
-        self.examples, self.change = examples, change
+        self.examples = examples
+        self.change = change
 
     def __len__(self) -> int:
         return len(self.examples)

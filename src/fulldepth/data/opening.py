@@ -67,12 +67,12 @@ class Opened:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the files are texts without columns (for a folder, by its first file)."""
+        """True if the files are texts without columns (for a folder, by its first file)."""
         return bool(self.files) and self.files[0].suffix.lower() == ".txt"
 
     @property
     def is_stream(self) -> bool:
-        """Whether the rows can only be read in their order, and may have no end."""
+        """True if the rows can only be read in their order, and may have no end."""
         return isinstance(self.table, datasets.IterableDataset)
 
     def __len__(self) -> int:
@@ -91,13 +91,13 @@ class Opened:
         if self.files:
             before = 0
             for file in self.files:
-                own = None
+                rows_of_file = None
                 if numbers is not None:
                     count = count_rows(file)
-                    own = [number - before for number in numbers if before <= number < before + count]
+                    rows_of_file = [number - before for number in numbers if before <= number < before + count]
                     before += count
-                if own != []:
-                    yield from read_rows(file, choose, own)
+                if rows_of_file != []:
+                    yield from read_rows(file, choose, rows_of_file)
         elif self.table is not None:
             yield from self._table_rows(choose, numbers)
         else:
@@ -105,11 +105,12 @@ class Opened:
                 yield f"{self.name} row {number + 1}", self.items[number]
 
     def _table_rows(self, choose: Choice | None, numbers: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
-        name, table = self.name, self.table
+        name = self.name
+        table = self.table
         if choose and not self.is_stream:
-            image, *others = columns = choose(table.column_names, name)
+            image, *other_columns = columns = choose(table.column_names, name)
             if image in IMAGE_COLUMNS:  # images are read on use
-                values = {column: table[column] for column in others}
+                values = {column: table[column] for column in other_columns}
 
                 def stored(index: int) -> StoredImage:
                     where = f"in row {index + 1} of the data set"
@@ -122,7 +123,7 @@ class Opened:
                     return StoredImage(lambda: load()(), lambda: load().content())
 
                 for index in range(len(table)) if numbers is None else numbers:
-                    row = {image: stored(index), **{column: values[column][index] for column in others}}
+                    row = {image: stored(index), **{column: values[column][index] for column in other_columns}}
                     yield f"{name} row {index + 1}", row
                 return
             table = table.select_columns(list(columns))
@@ -142,29 +143,34 @@ class Opened:
             order: `first` takes the first rows.
             window: tokens of windows of text: as many rows as hold several times the text of `limit` windows.
         """
-        most, choose = (window or 0) * limit * TOKEN_CHARACTERS, lambda *_: columns
+        characters = (window or 0) * limit * TOKEN_CHARACTERS
+
+        def choose(*_: Any) -> Sequence[str]:
+            return columns
+
         if self.is_stream or order == "first":
             shuffles = order == "random" and limit > 1
             table = self.table.shuffle(seed=seed, buffer_size=SHUFFLED * limit) if shuffles else self.table
-            left = most
+            left = characters
             for number, (where, row) in enumerate(replace(self, table=table).rows(choose)):
-                if (left <= 0) if most else (number == limit):
+                if (left <= 0) if characters else (number == limit):
                     return
                 yield where, row
                 left -= _characters(row, columns)
             return
-        count, taken = len(self), limit
-        if most:  # the first rows tell about how long a text is
+        count = len(self)
+        taken = limit
+        if characters:  # the first rows tell about how long a text is
             sizes = [_characters(row, columns) for _, row in islice(self.rows(choose), limit)]
-            taken = max(limit, int(1.2 * most * len(sizes) / max(1, sum(sizes))))
+            taken = max(limit, int(1.2 * characters * len(sizes) / max(1, sum(sizes))))
         while taken < count:
             numbers = np.random.default_rng(seed).choice(count, taken, replace=False)
             rows = list(self.rows(choose, sorted(numbers.tolist())))
             held = sum(_characters(row, columns) for _, row in rows)
-            if held >= most:
+            if held >= characters:
                 yield from rows
                 return
-            taken = max(2 * taken, int(1.2 * taken * most / max(1, held)))
+            taken = max(2 * taken, int(1.2 * taken * characters / max(1, held)))
         yield from self.rows(choose)
 
     def class_names(self, column: str | None) -> tuple[str, ...]:
@@ -240,9 +246,9 @@ def open_data(
     expected = [f"a file ({', '.join(suffixes)})", "a folder of them", *expected, "a Hub data set", *built_in]
     if isinstance(data, TABLES):
         splits = data if isinstance(data, dict) else None
-        chosen = None if splits is None else _split("datasets.Dataset", splits, split, held_out)
-        name = "datasets.Dataset" if chosen is None else f"datasets.Dataset/{chosen}"
-        return _opened_table(name, data if splits is None else splits[chosen], None)
+        split_name = None if splits is None else _split("datasets.Dataset", splits, split, held_out)
+        name = "datasets.Dataset" if split_name is None else f"datasets.Dataset/{split_name}"
+        return _opened_table(name, data if splits is None else splits[split_name], None)
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
         kinds = {isinstance(item, Mapping) - isinstance(item, str) for item in data}
         if kinds - {1} and kinds != {-1}:
@@ -268,8 +274,8 @@ def open_data(
         if images and path.suffix.lower() == ".json" and path.is_file():
             rows, classes, warnings = coco_rows(path, skip_bad=skip_bad)
             return Opened(path.name, items=rows, labels=classes, warnings=warnings)
-        if images and path.is_dir() and (found := folder_images(path, split, held_out=held_out)):
-            title, rows, classes = found
+        if images and path.is_dir() and (images_found := folder_images(path, split, held_out=held_out)):
+            title, rows, classes = images_found
             return Opened(title, items=rows, labels=classes)
         if split is not None or config is not None:
             raise FulldepthError(f"{path} has no splits and no configurations. Leave out {split or config!r}.")
@@ -288,8 +294,8 @@ def _open_hub(
     config = config or configuration or None
     full = ":".join(filter(None, [repository, config]))
     try:
-        chosen = split or _split(full, datasets.get_dataset_split_names(repository, config), None, held_out)
-        loaded = datasets.load_dataset(repository, config, split=chosen, streaming=streaming)
+        split_name = split or _split(full, datasets.get_dataset_split_names(repository, config), None, held_out)
+        loaded = datasets.load_dataset(repository, config, split=split_name, streaming=streaming)
     except FulldepthError:
         raise
     except Exception as error:  # of the network, or of readers of the repository's files
@@ -298,7 +304,7 @@ def _open_hub(
             f"{full} is no file or folder here, and loading it as a Hub data set failed: {one_line(error).rstrip('.')}."
             f"{offline} Expected {', '.join(expected)}."
         ) from error
-    return _opened_table(f"{full}/{chosen}", loaded, repository)
+    return _opened_table(f"{full}/{split_name}", loaded, repository)
 
 
 def _opened_table(name: str, table: Any, repository: str | None) -> Opened:
@@ -314,10 +320,10 @@ def _split(name: str, splits: Iterable[str], split: str | None, held_out: bool) 
     """Name of one of the splits: the given one, else one to validate or train on, else the first."""
     names = list(splits)
     wanted = (split,) if split else SPLITS if held_out else ("train",)
-    chosen = next((each for each in wanted if each in names), None)
-    if chosen is None and (split or not (held_out or len(names) == 1)):
+    split_name = next((candidate for candidate in wanted if candidate in names), None)
+    if split_name is None and (split or not (held_out or len(names) == 1)):
         raise FulldepthError(f"{name} has no split {split or 'train'!r}. It has: {', '.join(names)}.")
-    return chosen or names[0]
+    return split_name or names[0]
 
 
 def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Path]:
@@ -351,7 +357,7 @@ class Documents:
 
     @property
     def unit(self) -> str:
-        """What one of these texts is: a `document`, or a `piece of text` of one."""
+        """Name of one of these texts: a `document`, or a `piece of text` of one."""
         return "document" if self.sources is None else PIECES
 
     def __iter__(self) -> Iterator[str]:
@@ -404,7 +410,7 @@ def open_documents(
 
 
 def is_cut(opened: Opened) -> bool:
-    """Whether all documents are plain texts (files, novels of the built-in corpus), which are cut into pieces."""
+    """Return True if all documents are plain texts (files, novels of the built-in corpus), which are cut into pieces."""
     plain = all(file.suffix.lower() == ".txt" for file in opened.files)
     return plain if opened.files else opened.name.startswith(CORPUS)
 
@@ -442,7 +448,8 @@ def text_pieces(lines: Iterable[str], piece: int = PIECE) -> Iterator[str]:
         if marked or size >= 2 * piece or (size >= piece and not line.strip()):
             if parts:
                 yield "".join(parts)
-            parts, size = [], 0
+            parts = []
+            size = 0
     if parts:
         yield "".join(parts)
 

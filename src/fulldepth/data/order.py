@@ -51,7 +51,9 @@ class ShuffledSampler(Sampler[int]):
     """
 
     def __init__(self, size: int, *, seed: int = 0, length: int | None = None) -> None:
-        self.size, self.seed, self.length = size, seed, size if length is None else length
+        self.size = size
+        self.seed = seed
+        self.length = size if length is None else length
         self.passes = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -100,7 +102,9 @@ def _network(numbers: np.ndarray, rows: int, columns: int, keys: tuple[np.uint64
     sides = np.divmod(numbers, np.uint64(columns))
     moduli = (np.uint64(rows), np.uint64(columns))
     for number, key in enumerate(keys):
-        changed, read, modulus = sides[number % 2], sides[1 - number % 2], moduli[number % 2]
+        changed = sides[number % 2]
+        read = sides[1 - number % 2]
+        modulus = moduli[number % 2]
         changed += ((_hash(read, key) >> HALF) * modulus) >> HALF  # below the modulus, which is at most 2**31
         changed -= modulus * (changed >= modulus)
     return sides[0] * np.uint64(columns) + sides[1]

@@ -34,12 +34,14 @@ from fulldepth.core.uncertainty import counted, ranks
 from fulldepth.data.opening import Documents, open_documents
 from fulldepth.data.tokens import Frame, check_vocabulary, encode_texts
 
-SUFFIX, INDEX = ".ds", ".ds.index"
+SUFFIX = ".ds"
+INDEX = ".ds.index"
 BATCH_DOCUMENTS = 1000
 """Documents that are tokenised at once."""
 PROCESS_DOCUMENTS = 50_000
 """Documents for each process that tokenises."""
-SCANNED, BLOCK = 1024, 1 << 19
+SCANNED = 1024
+BLOCK = 1 << 19
 """Most blocks of a file that its hash covers, evenly spread, and the ids of a block."""
 GOLDEN = 0x9E3779B97F4A7C15
 """Step of splitmix64's counter."""
@@ -61,7 +63,9 @@ class Encoder:
     def __init__(self, tokenizer: Any, vocab_size: int | None = None) -> None:
         if tokenizer.eos_token_id is None:
             raise FulldepthError("The tokenizer has no end-of-text token (eos_token), which must end each document.")
-        self.tokenizer, self.vocab_size, self.end = tokenizer, vocab_size, int(tokenizer.eos_token_id)
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.end = int(tokenizer.eos_token_id)
         self.frame = Frame.of(tokenizer, ["text"])
         highest = max(self.end, *tokenizer.get_vocab().values())
         self.dtype = np.dtype("<u2" if highest < 2**16 else "<u4")  # the smaller that holds every id
@@ -101,9 +105,11 @@ def tokenised(
     most = most if documents.is_stream else None
     key = _sha256([encoder.fingerprint(), dict(documents.identity), encoder.dtype.str, most])[:20]
     if cache is None:
-        own, users = os.environ.get("FULLDEPTH_CACHE"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        cache = Path(own or Path(users, "fulldepth")).expanduser() / "tokens"
-    folder, work = cache / key, cache / f"{key}.work"
+        cache_folder = os.environ.get("FULLDEPTH_CACHE")
+        users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        cache = Path(cache_folder or Path(users, "fulldepth")).expanduser() / "tokens"
+    folder = cache / key
+    work = cache / f"{key}.work"
     with _writing(folder):
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{key}.lock"):
@@ -128,7 +134,8 @@ def _encoded(documents: Documents, encoder: Encoder, key: str, work: Path, watch
     texts = datasets.Dataset.from_generator(
         documents.rows, features=features, cache_dir=str(work / "texts"), fingerprint=key
     )
-    processes, total = os.cpu_count() or 1, len(texts)
+    processes = os.cpu_count() or 1
+    total = len(texts)
     watcher.begin("Tokenising", total)
     for start in range(0, total, processes * PROCESS_DOCUMENTS):
         part = texts.select(range(start, min(start + processes * PROCESS_DOCUMENTS, total)))
@@ -161,7 +168,7 @@ def _write(batches: Iterable[Any], path: Path, dtype: np.dtype, most: int | None
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
     """Hide the bars of `datasets`, and turn errors of the file system into refusals."""
-    shown = not datasets.are_progress_bars_disabled()
+    showed_bars = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         yield
@@ -176,7 +183,7 @@ def _writing(folder: Path) -> Iterator[None]:
             "environment variable FULLDEPTH_CACHE."
         ) from error
     finally:
-        if shown:
+        if showed_bars:
             datasets.enable_progress_bars()
 
 
@@ -203,15 +210,18 @@ class TokenFiles:
         Raises:
             FulldepthError: if there are none, or a file is not of the size that its index states.
         """
-        files, first, ends = [], [0], [np.zeros(0, np.int64)]
+        files = []
+        first = [0]
+        ends = [np.zeros(0, np.int64)]
         for index in sorted(folder.rglob(f"*{INDEX}")):
             path = index.with_suffix("")
             with reading(index):
-                own, size = np.fromfile(index, "<u8").astype(np.int64), path.stat().st_size
-            total = int(own[-1]) if len(own) else 0
-            if size not in (2 * total, 4 * total) or (np.diff(own, prepend=0) < 0).any():
+                document_ends = np.fromfile(index, "<u8").astype(np.int64)
+                size = path.stat().st_size
+            total = int(document_ends[-1]) if len(document_ends) else 0
+            if size not in (2 * total, 4 * total) or (np.diff(document_ends, prepend=0) < 0).any():
                 raise FulldepthError(f"Cannot read {path}: it has {size:,} bytes, and its index ends at {total:,} ids.")
-            ends.append(own + first[-1])
+            ends.append(document_ends + first[-1])
             if total:
                 files.append((path, f"<u{size // total}"))
                 first.append(first[-1] + total)
@@ -222,14 +232,15 @@ class TokenFiles:
     def ids(self, start: int, stop: int) -> np.ndarray:
         """[stop - start] ids from position `start` on, within one file."""
         number = int(np.searchsorted(self.first, start, side="right")) - 1
-        own: np.ndarray = _mapped(*self.files[number])[start - self.first[number] : stop - self.first[number]]
-        return own
+        tokens: np.ndarray = _mapped(*self.files[number])[start - self.first[number] : stop - self.first[number]]
+        return tokens
 
     def scan(self) -> tuple[int, str]:
         """The highest id and a hash, over the ends of all documents and the ids of evenly spread blocks (of a file of
         up to `SCANNED` blocks all).
         """
-        digest, highest = hashlib.sha256(self.ends.tobytes()), -1
+        digest = hashlib.sha256(self.ends.tobytes())
+        highest = -1
         for path, dtype in self.files:
             ids = _mapped(path, dtype)
             for start in range(0, len(ids), BLOCK * (1 + len(ids) // (BLOCK * SCANNED))):
@@ -267,11 +278,11 @@ def split_tokens(files: TokenFiles, share: float, seed: int, max_tokens: int | N
     counters = np.arange(len(lengths), dtype=np.uint64) * np.uint64(GOLDEN)
     held_out = (ranks(ranks([0], seed) + counters, 0) >> np.uint64(11)) * 2.0**-53 < share
     parts = []
-    for chosen in (~held_out, held_out):
-        kept = chosen & (lengths > 0)
-        stops = np.cumsum(lengths[kept])
+    for in_part in (~held_out, held_out):
+        kept_documents = in_part & (lengths > 0)
+        stops = np.cumsum(lengths[kept_documents])
         used = len(stops) if max_tokens is None else int(np.searchsorted(stops, max_tokens)) + 1
-        places = (files.ends - lengths)[kept][:used]
+        places = (files.ends - lengths)[kept_documents][:used]
         parts.append(Part(files, places, stops[:used].clip(max=max_tokens or NO_LIMIT)))
     return parts
 
@@ -294,7 +305,9 @@ class Windows(Dataset[dict[str, Tensor]]):
     def __init__(
         self, part: Part, sequence_length: int, *, across_documents: bool = True, limit: int | None = None
     ) -> None:
-        self.part, self.sequence_length, self.across_documents = part, sequence_length, across_documents
+        self.part = part
+        self.sequence_length = sequence_length
+        self.across_documents = across_documents
         self.documents = len(part.stops)  # of the whole part, regardless of `limit`, as are the tokens
         self.tokens = int(part.stops[-1]) if self.documents else 0
         self.available = self.tokens // sequence_length
@@ -307,7 +320,8 @@ class Windows(Dataset[dict[str, Tensor]]):
         if not -self.count <= index < self.count:
             raise IndexError(f"window {index} of {self.count}")
         start = (index % self.count) * self.available // self.count * self.sequence_length
-        stop, stops = start + self.sequence_length, self.part.stops
+        stop = start + self.sequence_length
+        stops = self.part.stops
         first, last = np.searchsorted(stops, [start, stop - 1], side="right")
         read = np.arange(first, last + 1)  # [documents] indices of those in the window
         begins = np.where(read > 0, stops[read - 1], 0)  # [documents] positions in this part
@@ -318,9 +332,9 @@ class Windows(Dataset[dict[str, Tensor]]):
         ids = torch.from_numpy(np.concatenate(parts).astype(np.int64))
         item = {"input_ids": ids, "labels": ids.clone()}
         if not self.across_documents:
-            own = begins[begins >= start] - start
+            begins_inside = begins[begins >= start] - start
             document = np.zeros(len(ids), np.int64)  # [T], start of each token's document, at least 0
-            document[own] = own
+            document[begins_inside] = begins_inside
             item["position_ids"] = torch.from_numpy(np.arange(len(ids)) - np.maximum.accumulate(document))
         return item
 
@@ -429,15 +443,18 @@ def pack(
             "sequence_length must be at least 2, and the held-out share at least 0 and below 1; got "
             f"{sequence_length} and {validation_share}."
         )
-    encoder, share = Encoder(tokenizer, vocab_size), validation_share if validation is None else 0.0
+    encoder = Encoder(tokenizer, vocab_size)
+    share = validation_share if validation is None else 0.0
     needed = None if max_tokens is None else round(max_tokens / max(share, 1 - share))
     stored = (encoder, cache, needed, watcher or Watcher())
     if tokens is None:
         text = open_documents(documents)
-        name, files = text.name, tokenised(text, *stored)
+        name = text.name
+        files = tokenised(text, *stored)
     else:
         text = None
-        name, files = tokens.name, TokenFiles.of(tokens)
+        name = tokens.name
+        files = TokenFiles.of(tokens)
         end = int(files.ends[files.ends > 0][0])
         last = int(files.ids(end - 1, end)[0])
         if last != encoder.end:
@@ -462,15 +479,17 @@ def pack(
         held = split_tokens(tokenised(further, *stored), 1.0, seed, max_tokens)[1]
         sources += further.sources or len(held.stops)
         other, content = held.files.scan()
-        highest, hashes = max(highest, other), [*hashes, content]
+        highest = max(highest, other)
+        hashes = [*hashes, content]
     cut = partial(Windows, sequence_length=sequence_length, across_documents=across_documents)
-    windows, held_windows = cut(train), cut(held, limit=validation_sequences)
+    windows = cut(train)
+    held_windows = cut(held, limit=validation_sequences)
     warnings = check_vocabulary(highest, tokenizer, vocab_size)
-    for part, own in (("training", windows), ("validation", held_windows)):
-        if not len(own) and (own is windows or own.documents):
+    for part, windows_of_part in (("training", windows), ("validation", held_windows)):
+        if not len(windows_of_part) and (windows_of_part is windows or windows_of_part.documents):
             raise FulldepthError(
-                f"{name} has {own.tokens} {part} tokens, fewer than one sequence of {sequence_length}. Give more text "
-                "or a smaller sequence_length."
+                f"{name} has {windows_of_part.tokens} {part} tokens, fewer than one sequence of "
+                f"{sequence_length}. Give more text or a smaller sequence_length."
             )
     if held_windows.documents and len(held_windows) < (validation_sequences or 0):
         warnings.append(f"The validation text fills only {len(held_windows)} of {validation_sequences} sequences.")

@@ -104,7 +104,7 @@ class Preparation:
         return min(self.sequence_length, self.max_positions or self.sequence_length)
 
     def windowed(self, kind: str) -> bool:
-        """Whether a sample is one of windows or pieces of texts, not of rows."""
+        """Return True if data of a kind are sampled as windows or pieces of texts, not as rows."""
         return kind == "text" and self.task in ("causal-lm", "masked-lm", "representation") and not self.one_per_row
 
 
@@ -152,7 +152,9 @@ def prepare(source: Source, **options: Any) -> Sequences:
 
 
 def _texts(source: Source, plan: Preparation) -> Sequences:
-    task, tokenizer, kind = plan.task, plan.tokenizer, source.kind
+    task = plan.task
+    tokenizer = plan.tokenizer
+    kind = source.kind
     if tokenizer is None:
         raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
     filled = [index for index, record in enumerate(source.records) if not record.is_blank]
@@ -168,8 +170,8 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         warnings.append(f"{len(source) - len(filled)} blank records are left out.")
     names = identities(source)
     if not plan.windowed(kind):
-        chosen = choose([names[i] for i in filled], plan.max_sequences, plan.seed, plan.order)
-        filled = [filled[i] for i in chosen]
+        sampled = choose([names[i] for i in filled], plan.max_sequences, plan.seed, plan.order)
+        filled = [filled[i] for i in sampled]
         names = contents(source)
     given = [replace(source.records[i], identity=names[i]) for i in filled]
     pairs = task == "representation" and any(record.second is not None for record in given)
@@ -231,12 +233,14 @@ def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]
     """Windows of plain text. For a causal model they begin as `plan.bos` says; for others each has special tokens
     around it, and as a representation a short document, or the end of one, is a short window.
     """
-    task, tokenizer = plan.task, plan.tokenizer
+    task = plan.task
+    tokenizer = plan.tokenizer
     length = plan.longest if task == "representation" else plan.sequence_length
     check_positions(length, plan.max_positions)
     documents = [(int(r.identity or 0), text) for r in given for text in (r.text, r.second) if text]
     frame = Frame.of(tokenizer, (text for _, text in documents))
-    outer, inner = frame, Frame()
+    outer = frame
+    inner = Frame()
     if task == "causal-lm":
         outer = Frame(_opening(frame, plan, warnings))
         inner = Frame(frame.prefix if outer.prefix else (), frame.suffix)
@@ -284,12 +288,15 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
     A classifier's labelled texts that are too long are refused or left out, unless `plan.truncate`. Texts without a
     token of their own are left out.
     """
-    task, tokenizer, most = plan.task, plan.tokenizer, plan.longest
+    task = plan.task
+    tokenizer = plan.tokenizer
+    longest_sequence = plan.longest
     texts = [record.text or "" for record in given]
-    frame, typed = Frame.of(tokenizer, texts), _has_types(tokenizer, texts[0])
+    frame = Frame.of(tokenizer, texts)
+    typed = _has_types(tokenizer, texts[0])
     if source.kind == "text" and task == "causal-lm":
         frame = Frame(_opening(frame, plan, warnings), frame.suffix)
-    room = _room(most, frame)
+    room = _room(longest_sequence, frame)
     examples: list[Example | None] = []
     cut: list[int] = []
     for index, (record, text) in enumerate(zip(given, texts, strict=True)):
@@ -300,9 +307,11 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
             wrapped = frame.wrap(ids[:room])
         else:
             joined = encode_texts(tokenizer, text, record.second)
-            if len(joined["input_ids"]) > most:  # the longer text is cut, as the tokenizer does it
+            if len(joined["input_ids"]) > longest_sequence:  # the longer text is cut, as the tokenizer does it
                 cut.append(index)
-                joined = encode_texts(tokenizer, text, record.second, truncation="longest_first", max_length=most)
+                joined = encode_texts(
+                    tokenizer, text, record.second, truncation="longest_first", max_length=longest_sequence
+                )
             ids = wrapped = joined["input_ids"]
             types = joined.get("token_type_ids")
         example = _example(wrapped, task, types, class_index=record.class_index, document=record.identity)
@@ -314,7 +323,9 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
         first = given[cut[0]]
         whole = [text for text in (first.text, first.second) if text is not None]
         limited = plan.max_positions is not None and plan.max_positions <= plan.sequence_length
-        longest = f"the model reads at most {plan.max_positions}" if limited else f"sequence_length is {most}"
+        longest = (
+            f"the model reads at most {plan.max_positions}" if limited else f"sequence_length is {longest_sequence}"
+        )
         where = f"{first.where} has {len(encode_texts(tokenizer, *whole)['input_ids'])} tokens, {longest}."
         if not plan.skip_bad:
             remedy = "Cut long texts" if limited else "Raise it, cut long texts"
@@ -323,14 +334,14 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
         for index in cut:
             examples[index] = None
     elif cut:
-        warnings.append(f"{len(cut)} {noun} longer than {most} tokens and cut there.")
+        warnings.append(f"{len(cut)} {noun} longer than {longest_sequence} tokens and cut there.")
     unit = "document" if source.kind == "text" else "row"
     return [example for example in examples if example is not None], unit, None, None
 
 
 def _conversations(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """A sequence for each response, behind all that precedes it; see `fulldepth.data.conversations`."""
-    most = plan.longest
+    longest = plan.longest
     examples: list[Example] = []
     lengths: list[int] = []
     empty = 0
@@ -348,10 +359,10 @@ def _conversations(given: Sequence[DataRecord], plan: Preparation, warnings: lis
                 empty += 1
                 continue
             lengths.append(len(turn.ids))
-            examples.append(Example.of(turn.ids[:most], start, stop, document=record.identity))
+            examples.append(Example.of(turn.ids[:longest], start, stop, document=record.identity))
     warnings += _empty_warning(empty, "response")
-    if too_long := sum(length > most for length in lengths):
-        message = f"{too_long} of {len(lengths)} prompts with their responses are longer than {most} tokens"
+    if too_long := sum(length > longest for length in lengths):
+        message = f"{too_long} of {len(lengths)} prompts with their responses are longer than {longest} tokens"
         if not plan.truncate:
             raise FulldepthError(
                 f"{message}; the longest has {max(lengths)}. sequence_length is {plan.sequence_length}, the model's "
@@ -369,11 +380,14 @@ def _translation(given: Sequence[DataRecord], plan: Preparation, warnings: list[
         raise FulldepthError(
             f"{messages.where} holds messages; an encoder-decoder reads a prompt and a response as text."
         )
-    tokenizer, length = plan.tokenizer, plan.sequence_length
+    tokenizer = plan.tokenizer
+    length = plan.sequence_length
     pairs = [(record.prompt or "", record.response or "") for record in given]
     frame = Frame.of(tokenizer, chain.from_iterable(pairs))
-    room, start = _room(length, frame), torch.tensor([plan.start])
-    examples, cut = [], 0
+    room = _room(length, frame)
+    start = torch.tensor([plan.start])
+    examples = []
+    cut = 0
     for record, pair in zip(given, pairs, strict=True):
         ids = [plain_ids(tokenizer, text) for text in pair]
         cut += sum(len(part) > room for part in ids)
@@ -434,9 +448,9 @@ def _masked(example: Example, tokenizer: Any, seed: int, index: int) -> Example:
     ids = example.input_ids
     ordinary = np.flatnonzero(~np.isin(ids.numpy(), tokenizer.all_special_ids))
     count = min(len(ordinary), max(1, round(MASKED_SHARE * len(ordinary))))
-    chosen = torch.from_numpy(np.random.default_rng([seed, index]).choice(ordinary, count, replace=False))
-    labels = torch.full_like(ids, IGNORE).index_copy(0, chosen, ids[chosen])
-    return replace(example, masked_ids=ids.index_fill(0, chosen, tokenizer.mask_token_id), labels=labels)
+    positions = torch.from_numpy(np.random.default_rng([seed, index]).choice(ordinary, count, replace=False))
+    labels = torch.full_like(ids, IGNORE).index_copy(0, positions, ids[positions])
+    return replace(example, masked_ids=ids.index_fill(0, positions, tokenizer.mask_token_id), labels=labels)
 
 
 def _images(source: Source, plan: Preparation) -> Sequences:
@@ -445,8 +459,9 @@ def _images(source: Source, plan: Preparation) -> Sequences:
             f"{source.name} holds images, and the model has no image processor. Give images to a vision model."
         )
     names = identities(source)
-    chosen = choose(names, plan.max_sequences, plan.seed, plan.order)
-    records, processor = source.select(chosen).records, plan.processor
+    sampled = choose(names, plan.max_sequences, plan.seed, plan.order)
+    records = source.select(sampled).records
+    processor = plan.processor
     settings = processor.to_dict() if hasattr(processor, "to_dict") else type(processor).__name__
     fingerprint = Fingerprint(plan.task, json.dumps(settings, sort_keys=True, default=str))
     for record in records:
@@ -473,6 +488,6 @@ def _images(source: Source, plan: Preparation) -> Sequences:
         num_classes=source.num_classes,
         class_names=source.class_names,
         warnings=list(source.warnings),
-        clusters=[names[index] for index in chosen],
+        clusters=[names[index] for index in sampled],
         unit="image",
     )

@@ -22,9 +22,11 @@ TEXT_BYTES = 40_000
 """Size of `text.txt`."""
 ROWS = 60
 """Rows of `text.jsonl` and of `pairs.jsonl`; a third as many in `test.jsonl`."""
-SIZE, IMAGES = 32, 8
+SIZE = 32
+IMAGES = 8
 """Pixels of an edge, and images of a class."""
-LEAST, MOST = 40, 90
+LEAST = 40
+MOST = 90
 """Words of a paragraph."""
 WORDS = re.compile(r"[A-Za-z']+")
 
@@ -92,7 +94,8 @@ def write_samples(folder: str | Path) -> list[Path]:
 
 def _tables() -> dict[str, list[dict[str, Any]]]:
     """Name of each file of rows -> its rows."""
-    train, heldout = list(_paragraphs("train")), list(_paragraphs("heldout"))
+    train = list(_paragraphs("train"))
+    heldout = list(_paragraphs("heldout"))
     pairs = [_pair(text) for text in train[: 2 * ROWS : 2]]
     choices = [{"question": q, "choices": list(options), "gold": gold} for q, options, gold in QUESTIONS]
     return {
@@ -138,11 +141,11 @@ def _paragraphs(part: str) -> Iterator[str]:
             yield texts[number]
 
 
-def _cut(texts: Iterable[str], most: int) -> Iterator[str]:
+def _cut(texts: Iterable[str], left: int) -> Iterator[str]:
     """The first texts, up to a number of bytes."""
     for text in texts:
-        most -= len(text.encode())
-        if most < 0:
+        left -= len(text.encode())
+        if left < 0:
             return
         yield text
 
@@ -165,7 +168,7 @@ def _reviews(part: int) -> list[dict[str, str]]:
     return [row for number, row in enumerate(rows) if (number // 2) % 2 == part]
 
 
-def _last_words(texts: Iterable[str], most: int = 40) -> Iterator[dict[str, str]]:
+def _last_words(texts: Iterable[str], left: int = 40) -> Iterator[dict[str, str]]:
     """Passages whose last word stands in them before, as in LAMBADA; the `target` begins with the space before it."""
     for text in texts:
         sentences = re.split(r"(?<=[.!?]) ", text)
@@ -174,15 +177,17 @@ def _last_words(texts: Iterable[str], most: int = 40) -> Iterator[dict[str, str]
             context, _, word = passage.rpartition(" ")
             if len(word) > 3 and WORDS.fullmatch(word) and word in WORDS.findall(context):
                 yield {"context": context, "target": f" {word}"}
-                most -= 1
+                left -= 1
                 break
-        if not most:
+        if not left:
             return
 
 
 def _sum(number: int) -> dict[str, str]:
     """A word problem with the answer in the form of GSM8K."""
-    apples, baskets, eaten = 3 + number, 2 + number % 4, 1 + number % 5
+    apples = 3 + number
+    baskets = 2 + number % 4
+    eaten = 1 + number % 5
     total = apples * baskets
     left = total - eaten
     return {
@@ -197,7 +202,9 @@ def _images(folder: Path) -> Iterator[tuple[str, str]]:
         (folder / name).mkdir(parents=True)
         for number in range(IMAGES):
             image = Image.new("RGB", (SIZE, SIZE), "white")
-            left, top, edge = 2 + number, 10 - number, 12 + number
+            left = 2 + number
+            top = 10 - number
+            edge = 12 + number
             color = ("red", "green", "blue", "black")[number % 4]
             draw = ImageDraw.Draw(image)
             shape = draw.ellipse if name == "circle" else draw.rectangle

@@ -103,7 +103,7 @@ class Source:
 
     @property
     def captioned(self) -> bool:
-        """Whether these are images with a text each."""
+        """True if these are images with a text each."""
         return self.kind == "images" and any(record.text is not None for record in self.records)
 
     @property
@@ -222,7 +222,8 @@ def _source(
     opened: Opened, columns: Columns, rows: Iterable[tuple[str, Mapping[str, Any]]], *, sampled: bool
 ) -> Source:
     """The records of rows. If they are a sample, the names of classes are still those of all rows."""
-    kind, images = columns.kind, columns.kind in ("images", "objects")
+    kind = columns.kind
+    images = columns.kind in ("images", "objects")
     records: list[DataRecord] = []
     labels: list[tuple[str, Any]] = []
     read: Any = image_value if images else text_value
@@ -245,7 +246,8 @@ def _source(
             records.append(DataRecord(text=second, image=first, objects=row.get("objects"), where=where))
         else:
             records.append(DataRecord(text=first, second=second, where=where))
-    warnings, everything = list(opened.warnings), labels
+    warnings = list(opened.warnings)
+    everything = labels
     if opened.is_stream:
         warnings.append(
             f"{opened.name} is a stream: the hash is of {len(records):,} of its first rows, no sample of all."
@@ -309,7 +311,8 @@ def _class_indices(
         return [index.get(cleaned(value)) for _, value in labels], names
     classes: list[int | None] = []
     for where, value in labels:
-        number, label = None, cleaned(value)
+        number = None
+        label = cleaned(value)
         if label is not None:
             written = isinstance(label, str) and len(label) < 20 and DIGITS.fullmatch(label)
             whole = written or isinstance(label, int) or (isinstance(label, float) and label.is_integer())

@@ -113,7 +113,8 @@ class Frame:
         """The frame, found by comparing the first non-empty text with and without special tokens."""
         for text in texts:
             sample = text[:200]
-            plain, full = plain_ids(tokenizer, sample), list(encode_texts(tokenizer, sample)["input_ids"])
+            plain = plain_ids(tokenizer, sample)
+            full = list(encode_texts(tokenizer, sample)["input_ids"])
             for start in range(len(full) - len(plain) + 1):
                 if plain and full[start : start + len(plain)] == plain:
                     return cls(tuple(full[:start]), tuple(full[start + len(plain) :]))
@@ -127,7 +128,8 @@ class WordFinder:
     """
 
     def __init__(self, tokenizer: Any, words: Sequence[str]) -> None:
-        self.tokenizer, self.words = tokenizer, tuple(words)
+        self.tokenizer = tokenizer
+        self.words = tuple(words)
         self.variants: dict[tuple[int, ...], int] = {}
         for index, word in enumerate(self.words):
             for written in (" " + word, word):
@@ -148,7 +150,7 @@ class WordFinder:
         return indices
 
     def _is_whole(self, ids: Sequence[int], start: int, end: int) -> bool:
-        """Whether no letter of a longer word touches the match: `is` in `this` or `island` is not `is`."""
+        """Return True if no letter of a longer word touches the match: `is` in `this` or `island` is not `is`."""
         word = self._decode(ids[start:end]).strip()
         before = self._decode(ids[max(0, start - 1) : end]).rstrip()
         after = self._decode(ids[start : end + 1]).lstrip()

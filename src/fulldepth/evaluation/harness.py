@@ -35,7 +35,8 @@ from fulldepth.hf import Anatomy, Classifier
 from fulldepth.hf.truncation import truncated
 from fulldepth.hf.tying import keeping_ties
 
-SEED, PYTHON_SEED = 1234, 0
+SEED = 1234
+PYTHON_SEED = 0
 """lm-eval's default seeds: of few-shot examples, NumPy and torch; of Python's `random`."""
 MOST_LINE = 64 << 20
 """Longest line of a file of answers in bytes."""
@@ -61,7 +62,9 @@ class Answers(dict[str, Any]):
 
     def __init__(self, path: Path | None, identity: Mapping[str, Any], layers: int) -> None:
         super().__init__()
-        self.path, self.identity, self.layers = path, json.loads(json.dumps(identity)), layers
+        self.path = path
+        self.identity = json.loads(json.dumps(identity))
+        self.layers = layers
         self._file: Any = None
         self.reused = 0
         """Answers that were read from the file."""
@@ -123,7 +126,9 @@ class LayerReader:
     """
 
     def __init__(self, anatomy: Anatomy, classifier: Classifier, layers: Sequence[int]) -> None:
-        self.anatomy, self.classifier, self.layers = anatomy, classifier, list(layers)
+        self.anatomy = anatomy
+        self.classifier = classifier
+        self.layers = list(layers)
 
     def read(
         self,
@@ -147,7 +152,8 @@ class LayerReader:
         """
         depth = self.anatomy.num_layers
         if self.layers == [depth]:
-            logits, states = run(), []
+            logits = run()
+            states = []
         else:
             with capture(self.anatomy, ["residual"]) as activations:
                 logits = run()
@@ -161,8 +167,8 @@ class LayerReader:
         readings = []
         for layer in self.layers:
             source, head = (logits, None) if layer == depth else (states[layer], self.classifier.at(layer))
-            chosen = source[row.to(source.device), position.to(source.device)]  # [N, V] or [N, D]
-            readings.append(read_predictions(head, chosen, token, keep))
+            rows_read = source[row.to(source.device), position.to(source.device)]  # [N, V] or [N, D]
+            readings.append(read_predictions(head, rows_read, token, keep))
         values, hits = (torch.stack(column) for column in zip(*readings, strict=True))
         return values, hits
 
@@ -183,7 +189,8 @@ class LayeredAnswers(HarnessModel):
         Inside `loglikelihood_rolling` nothing is before the text: the harness puts the first token there.
         """
         ids: list[int] = self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens), **options)
-        first, before = [self.prefix_token_id], list(self.frame.prefix)
+        first = [self.prefix_token_id]
+        before = list(self.frame.prefix)
         if self._rolling:
             ids = ids[1:] if ids[:1] == first else ids
         elif add_special_tokens is None and ids[:1] != first and ids[: len(before)] != before:
@@ -231,8 +238,8 @@ class LayeredAnswers(HarnessModel):
         keys = [_key(request) for request in requests]
         waiting = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers}
         if waiting:
-            shown = override_bs is None  # else a window of `loglikelihood_rolling`
-            self._score(list(waiting.values()), self.watcher if shown else Watcher())
+            counts_progress = override_bs is None  # else a window of `loglikelihood_rolling`
+            self._score(list(waiting.values()), self.watcher if counts_progress else Watcher())
         place = self.reader.layers.index(self.layer)
         return [self.answers[key][place] for key in keys]
 
@@ -275,7 +282,7 @@ class LayeredAnswers(HarnessModel):
         lengths = [len(request[2]) for _, request in requests]
         parts = zip(requests, values.split(lengths, 1), hits.split(lengths, 1), strict=True)
         return {  # [E, tokens] each
-            _key(request): [(float(one.sum()), bool(right.all())) for one, right in zip(value, hit, strict=True)]
+            _key(request): [(float(losses.sum()), bool(right.all())) for losses, right in zip(value, hit, strict=True)]
             for (_, request), value, hit in parts
         }
 
@@ -287,7 +294,9 @@ class LayeredAnswers(HarnessModel):
         waiting = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers}
         if waiting:
             self.watcher.begin(f"{self.title}, exit layer {self.layer}", len(waiting))
-            before, self.cache_hook, self._texts = self.cache_hook, self, {}
+            before = self.cache_hook
+            self.cache_hook = self
+            self._texts = {}
             try:
                 texts = self._generate(list(waiting.values()))
             finally:
@@ -343,10 +352,16 @@ def layered_model(
     kind: Any = type("LayeredHFLM", (LayeredAnswers, HFLM), {})
     with quiet(), keeping_ties(reader.anatomy.model):
         lm = kind(pretrained=reader.anatomy.model, tokenizer=tokenizer, batch_size=batch_size)
-    lm.reader, lm.layer, lm.answers, lm.title, lm.cut = reader, reader.layers[-1], answers, title, 0
+    lm.reader = reader
+    lm.layer = reader.layers[-1]
+    lm.answers = answers
+    lm.title = title
+    lm.cut = 0
     lm.watcher = watcher or Watcher()
     lm.shortened = lru_cache(None)(lambda layer: truncated(reader.anatomy, layer))
-    lm._encoded, lm._texts, lm._rolling = {}, {}, False
+    lm._encoded = {}
+    lm._texts = {}
+    lm._rolling = False
     lm.frame = Frame.of(lm.tokenizer, ["a text"])
     return lm
 
@@ -368,7 +383,8 @@ def key_of(kind: str, *parts: Any) -> str:
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
     """Seed the generators that tasks may use, as lm-eval does; on leaving, their states are restored."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     random.seed(PYTHON_SEED if seed is None else seed)
     np.random.seed(SEED if seed is None else seed)
     try:
@@ -386,7 +402,8 @@ def quiet() -> Iterator[None]:
 
     Its pool of processes would copy a process that holds a model and threads.
     """
-    logger, pool = logging.getLogger("lm_eval"), os.environ.get("DISABLE_MULTIPROC")
+    logger = logging.getLogger("lm_eval")
+    pool = os.environ.get("DISABLE_MULTIPROC")
     level = logger.level
     logger.setLevel(logging.ERROR)
     os.environ["DISABLE_MULTIPROC"] = "1"

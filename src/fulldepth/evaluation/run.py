@@ -90,11 +90,11 @@ def evaluate(
         evaluated = held.enter_context(EvaluatedModel.prepare(subject, plan))
         exit_layers = settings.exit_layers_of(evaluated.num_layers)
         quality = None if settings.generation_quality is None else Quality(evaluated, settings, exit_layers)
-        content = {name: each.content for name, each in loaded.items()}, None if quality is None else quality.content
+        content = {name: task.content for name, task in loaded.items()}, None if quality is None else quality.content
         places = {"task_data", "include_path", "generation_quality", "embedder", "tokenizer"}
-        chosen = settings.model_dump(exclude={"device", "revision", "trust_remote_code", *places})
-        chosen |= {"content": content, **evaluated.identity}
-        fingerprint = str(Fingerprint(json.dumps(chosen, sort_keys=True)))
+        identity = settings.model_dump(exclude={"device", "revision", "trust_remote_code", *places})
+        identity |= {"content": content, **evaluated.identity}
+        fingerprint = str(Fingerprint(json.dumps(identity, sort_keys=True)))
         if folder is not None and resume and not overwrite and (folder / DOCUMENT).exists():
             results = Results.load(folder)
             if results.meta.get("fingerprint") != fingerprint:

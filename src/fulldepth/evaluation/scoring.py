@@ -91,7 +91,8 @@ def score_tasks(
     Raises:
         FulldepthError: if a task cannot be run.
     """
-    scored, subject = Scored(), model.subject
+    scored = Scored()
+    subject = model.subject
     mark = reasoning_mark(subject.tokenizer) if settings.apply_chat_template else ""
     for earlier in () if folder is None else folder.glob(SAMPLES.format("*")):
         earlier.unlink()

@@ -87,13 +87,14 @@ def _results(anatomy: Anatomy, sequences: Sequences, indices: Sequence[int], dev
     with capture(anatomy, ["residual"]) as activations:
         anatomy.runner(**body_inputs(anatomy, model_inputs(batch.inputs, device, anatomy.model.dtype)))
         states = activations.stack("residual")  # [L+1, B, T, D]
-    mask, logits = batch.mask(states.shape[2], states.device), []
+    mask = batch.mask(states.shape[2], states.device)
+    logits = []
     if anatomy.head is not None and anatomy.head.pool == "inside":
         logits = [Classifier(anatomy).sequences(states[-1], mask)[None, :1]]
     return [states[:, 0, mask[0]], *logits]
 
 
-def _difference(got: Tensor, expected: Tensor) -> float:
+def _difference(actual: Tensor, expected: Tensor) -> float:
     """The relative error of the states; 0 if rounding explains it.
 
     In full precision it is the largest error. In half precision, rounding can route single tokens to other experts,
@@ -101,10 +102,11 @@ def _difference(got: Tensor, expected: Tensor) -> float:
     """
     tolerance = TOLERANCE[expected.dtype]
     if expected.dtype in (torch.float32, torch.float64):
-        errors = torch.tensor([relative_error(one, other) for one, other in zip(got, expected, strict=True)])
+        errors = torch.tensor([relative_error(first, other) for first, other in zip(actual, expected, strict=True)])
         error = float(errors.max())
     else:
-        got, expected = got.double(), expected.double()
+        actual = actual.double()
+        expected = expected.double()
         norms = expected.norm(dim=-1).clamp(min=1e-30)
-        error = float(((got - expected).norm(dim=-1) / norms).median(dim=-1).values.max())
+        error = float(((actual - expected).norm(dim=-1) / norms).median(dim=-1).values.max())
     return 0.0 if error <= tolerance else error

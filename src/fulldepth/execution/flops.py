@@ -288,11 +288,11 @@ def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str, keep: C
         keys.append(0.0 if part is None else 4.0 * (attention_width(anatomy.config, part) or anatomy.width))
         mlp.append(token_products(anatomy.blocks[layer - 1]) - inside)
     head = sum(weight_products(module) for path in classifier.modules for module in path.modules())
-    kept = math.inf if is_offloaded(anatomy.body) else float(KEPT_BYTES * anatomy.width * anatomy.num_layers)
+    kept_bytes = math.inf if is_offloaded(anatomy.body) else float(KEPT_BYTES * anatomy.width * anatomy.num_layers)
     layers: dict[str, Any] = {"layer": range(1, anatomy.num_layers + 1)}
     parts = ROLES if granularity == "any" else (granularity,)
     products = {"attention": attention, "mlp": mlp, "layer": [a + m for a, m in zip(attention, mlp, strict=True)]}
-    able = [
+    removable = [
         Block(n, part)
         for part in parts
         for n in layers.get(part) or anatomy.layers_with(part)
@@ -300,5 +300,5 @@ def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str, keep: C
     ]
     kinds = getattr(anatomy.config, "layer_types", None) or []
     full = frozenset(n for n, kind in enumerate(kinds, start=1) if kind == "full_attention")
-    costs = tuple(attention), tuple(keys), tuple(mlp), head, kept
-    return Costs(granularity, *costs, tuple(sorted(able)), full if len(full) < len(kinds) else frozenset())
+    costs = tuple(attention), tuple(keys), tuple(mlp), head, kept_bytes
+    return Costs(granularity, *costs, tuple(sorted(removable)), full if len(full) < len(kinds) else frozenset())

@@ -95,15 +95,18 @@ def read_layers(
     loss = torch.empty(len(states), len(labels), dtype=precision, device=device)
     index = torch.stack([labels, torch.zeros_like(labels)], dim=1)
     for layer in reversed(range(len(states) if len(labels) else 0)):  # the last one first: others are compared with it
-        last, softmax = layer == len(states) - 1, None
-        chosen = states[layer].to(device)[where]
-        for rows, start, logits in tiles(classifier.at(layer), chosen, mask, by_class=True):
+        last = layer == len(states) - 1
+        softmax = None
+        selected = states[layer].to(device)[where]
+        for rows, start, logits in tiles(classifier.at(layer), selected, mask, by_class=True):
             softmax = softmax or _Softmax(index, logits.dtype, find=last)
             softmax.add(rows, start, logits)
         assert softmax is not None
-        hits[layer], loss[layer] = softmax.hits, softmax.loss
+        hits[layer] = softmax.hits
+        loss[layer] = softmax.loss
         if last:
-            index[:, 1], hits[layer, :, 1] = softmax.best, True
+            index[:, 1] = softmax.best
+            hits[layer, :, 1] = True
         advance()
     columns = (hits[..., 1], hits[..., 0], loss, where.nonzero()[:, 0])
     return Readout(*(column.to(states.device) for column in columns))
@@ -141,12 +144,14 @@ class _Softmax:
     """
 
     def __init__(self, index: Tensor, dtype: torch.dtype, *, find: bool) -> None:
-        self.index, self.exact = index, dtype in FULL_PRECISION
+        self.index = index
+        self.exact = dtype in FULL_PRECISION
         self.find = find or not self.exact
         precision = torch.float64 if dtype == torch.float64 else torch.float32
         self.best = torch.zeros_like(index[:, 0])
         self.picked = torch.zeros(index.shape, dtype=precision, device=index.device)
-        self.total, self.shift = torch.zeros_like(self.picked[:, 0]), torch.zeros_like(self.picked[:, 0])
+        self.total = torch.zeros_like(self.picked[:, 0])
+        self.shift = torch.zeros_like(self.picked[:, 0])
         self.top = torch.full_like(self.total, -torch.inf)
         self.classes = 0
 

@@ -76,13 +76,15 @@ def tiles(
     if not by_class or classifier.classes is None:
         yield from ((rows, 0, classifier.tokens(states[rows])) for rows in row_parts(classifier, states))
         return
-    prepared, classes = classifier.prepare(states), classifier.classes
+    prepared = classifier.prepare(states)
+    classes = classifier.classes
     if device.type == "cpu":
         height = min(TILE_ROWS, max(1, len(states)))
         width = min(classes, max(1, TILE_BYTES // (height * _bytes_of_logit(states))))
         parts = _slices(len(states), height)
     else:
-        parts, width = row_parts(classifier, states), classes
+        parts = row_parts(classifier, states)
+        width = classes
     room = prepared.new_empty(len(prepared[parts[0]]) * width)
     for first in range(0, classes, width):
         tile = classifier.tile(slice(first, first + width))

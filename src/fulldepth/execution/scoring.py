@@ -23,7 +23,10 @@ from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.hf.truncation import state_at
 
-LOSS, SCALED, DIVERGENCE, AGREEMENT = "loss", "scaled", "kl", "greedy_agreement"
+LOSS = "loss"
+SCALED = "scaled"
+DIVERGENCE = "kl"
+AGREEMENT = "greedy_agreement"
 BASE = Variant()
 """The unmodified model."""
 
@@ -112,7 +115,9 @@ class Scorer:
         *,
         keep: Collection[int] = (),
     ) -> None:
-        self.anatomy, self.classifier, self.switches = anatomy, classifier, switches
+        self.anatomy = anatomy
+        self.classifier = classifier
+        self.switches = switches
         self.granularity = switches.granularity
         self.device = device_of(anatomy.model)
         self.runner: LayerRunner | None = None
@@ -265,10 +270,11 @@ class Scorer:
             branches: dict[tuple[str, ...], list[Variant]] = {}
             for variant in group:
                 branches.setdefault(parts_of(variant, layer), []).append(variant)
-            *others, last = sorted(branches)  # nothing skipped comes first
-            for parts in others:
+            *earlier, last = sorted(branches)  # nothing skipped comes first
+            for parts in earlier:
                 yield from self._leaves(layer + 1, self._block(layer, states, parts), branches[parts])
-            states, group = self._block(layer, states, last), branches[last]
+            states = self._block(layer, states, last)
+            group = branches[last]
             layer += 1
         yield group[0], states
 
@@ -289,7 +295,7 @@ def predicted(classifier: Classifier | None, states: Tensor) -> Iterator[Tensor]
 
 
 def kept(kinds: Sequence[str], base: Iterable[Tensor] = ()) -> Reduce:
-    """What `read_predictions` keeps to compute these kinds of losses.
+    """Return the `reduce` of `read_predictions` that computes these kinds of losses.
 
     Args:
         kinds: `loss`, and with a base `kl` (KL(base || model)) and `greedy_agreement` (1 where the most likely token is
@@ -299,8 +305,9 @@ def kept(kinds: Sequence[str], base: Iterable[Tensor] = ()) -> Reduce:
     references = iter(base)
 
     def keep(logits: Tensor, targets: Tensor) -> list[Tensor]:
-        own, reference = log_probabilities(logits), next(references, None)
-        return [_read(kind, own, targets, reference) for kind in kinds]
+        logarithms = log_probabilities(logits)
+        reference = next(references, None)
+        return [_read(kind, logarithms, targets, reference) for kind in kinds]
 
     return keep
 

@@ -178,7 +178,8 @@ def _verify(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], optional:
     except FulldepthError as error:
         if "head" not in optional:
             raise
-        unproven["head"], classifier = str(error), None
+        unproven["head"] = str(error)
+        classifier = None
     try:
         verified = _prove_parts(anatomy, inputs, last)
     except FulldepthError as error:
@@ -229,7 +230,8 @@ def _check_causal(anatomy: Anatomy, expected: Tensor, inputs: Mapping[str, Any])
     In a model with small weights later tokens have little influence, so in full precision a tenth of the usual
     tolerance is allowed.
     """
-    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    ids = inputs["input_ids"]
+    mask = inputs.get("attention_mask")
     counted = torch.ones_like(ids[0], dtype=torch.bool) if mask is None else mask[0].bool()
     positions = counted.nonzero()[:, 0]
     first, second = positions.tensor_split(2)
@@ -254,7 +256,8 @@ def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) 
 
     Measurements run the body alone, which must give the same h_L as the whole model.
     """
-    family, unproven = anatomy.family, {}
+    family = anatomy.family
+    unproven = {}
     has_branches = family.attention is not None and family.mlp is not None
     sites = ["residual", "attention_input"] + (["value"] if anatomy.has("value") else [])
     sites += (
@@ -276,7 +279,8 @@ def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) 
     values = states.get("value", [])
     if any(value.shape[:-1] != last.shape[:-1] or value.shape != values[0].shape for value in values):
         unproven["value"] = f"value states have shape {tuple(values[0].shape)}, the stream {tuple(last.shape)}"
-        anatomy, values = replace(anatomy, family=replace(family, value=None)), []
+        anatomy = replace(anatomy, family=replace(family, value=None))
+        values = []
     chained = all(
         torch.equal(x.to(h.device), h) for x, h in zip(states["attention_input"], states["residual"][:-1], strict=True)
     )
@@ -314,12 +318,13 @@ def _check_branches(anatomy: Anatomy, states: Mapping[str, list[Tensor]]) -> Non
         elif design == "pre":
             pairs = {"x + attention": (x + a, after), "x' + mlp": (after + m, y)}
         else:
-            first, second = anatomy.part(layer, "attention_norm"), anatomy.part(layer, "mlp_norm")
+            first = anatomy.part(layer, "attention_norm")
+            second = anatomy.part(layer, "mlp_norm")
             if first is None or second is None:
                 raise FulldepthError("a post-norm block needs attention_norm and mlp_norm")
             pairs = {"norm(x + attention)": (first(x + a), after), "norm(m + mlp)": (second(before_mlp + m), y)}
-        for name, (got, expected) in pairs.items():
-            check_close(f"in layer {layer}, {name} misses the block's own state", got, expected)
+        for name, (actual, expected) in pairs.items():
+            check_close(f"in layer {layer}, {name} misses the block's own state", actual, expected)
 
 
 def check_routing(routing: Mapping[int, Tensor]) -> int:

@@ -155,9 +155,11 @@ def generate(
     if not texts:
         return decoder.generate(given, attention_mask, max_new_tokens=max_new_tokens, **options)
     ids, mask = _encode(tokenizer, given, chat, device_of(decoder.anatomy.model))
-    made = decoder.generate(ids, mask, max_new_tokens=max_new_tokens, **options)
-    new = zip(made.sequences[:, ids.shape[1] :].tolist(), made.stats.new_tokens, strict=True)
-    return replace(made, texts=[decode_ids(tokenizer, row[:count], skip_special_tokens=True) for row, count in new])
+    generation = decoder.generate(ids, mask, max_new_tokens=max_new_tokens, **options)
+    new = zip(generation.sequences[:, ids.shape[1] :].tolist(), generation.stats.new_tokens, strict=True)
+    return replace(
+        generation, texts=[decode_ids(tokenizer, row[:count], skip_special_tokens=True) for row, count in new]
+    )
 
 
 def _encode(tokenizer: Any, prompts: Sequence[str], chat: bool | None, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-r"""What a model predicts at every layer, what leaving it after chosen layers gives, and the choice of a threshold.
+r"""Predictions of a model at every layer, results of leaving it after chosen layers, and the choice of a threshold.
 
 A sample leaves after the first layer l >= `min_layer` at which its value exceeds the threshold t, else after the last
 layer L. With the probabilities :math:`p_1 \ge p_2 \ge \ldots` of the classifier applied to :math:`h_l`, and C classes,
@@ -55,7 +55,7 @@ class Exit:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As options of `generate`, and as entries in `results.json`."""
+        """Options of `generate`, which are also entries in `results.json`."""
         return {"rule": self.rule, "threshold": self.threshold, "min_layer": self.min_layer}
 
     def layers(self, certainty: Tensor, prediction: Tensor) -> Tensor:
@@ -142,9 +142,9 @@ class Readings:
         """A share of the full model's accuracy minus that of layer 0..L, paired."""
         return Mean.of(share * self.correct[-1].double() - self.correct[layer].double(), self.cluster)
 
-    def of(self, chosen: Tensor) -> Readings:
+    def of(self, is_chosen: Tensor) -> Readings:
         """The readings of some samples, given by `[N]` bool."""
-        return _combined([self], lambda values: values[0][..., chosen])
+        return _combined([self], lambda values: values[0][..., is_chosen])
 
     def accuracy(self, layers: Tensor) -> float:
         """Accuracy if samples leave after `layers: [N]`."""
@@ -222,9 +222,9 @@ def read(subject: Subject, rules: Sequence[Rule], settings: LayerReadingSettings
 def _combined(parts: Sequence[Readings], combine: Callable[[Sequence[Tensor]], Tensor]) -> Readings:
     """Readings each of whose tensors is made of those of the parts, of which the last axis is that of samples."""
     names = [field.name for field in fields(Readings) if field.name != "certainty"]
-    made = {name: combine([getattr(part, name) for part in parts]) for name in names}
+    columns = {name: combine([getattr(part, name) for part in parts]) for name in names}
     rules = parts[0].certainty
-    return Readings(certainty={rule: combine([part.certainty[rule] for part in parts]) for rule in rules}, **made)
+    return Readings(certainty={rule: combine([part.certainty[rule] for part in parts]) for rule in rules}, **columns)
 
 
 def _read_batch(
@@ -234,11 +234,11 @@ def _read_batch(
     targets = batch.labels if subject.anatomy.classifies else batch.targets
     assert targets is not None  # there are targets in the data
     targets = sample.targets(targets, batch.sequence)
-    chosen = targets != IGNORE
-    target = targets[chosen]
+    is_read = targets != IGNORE
+    target = targets[is_read]
     mask = None
     if subject.anatomy.classifies:
-        mask = subject.classifier.sample_mask(batch.inputs, batch.mask(states[0].shape[1]))[chosen]
+        mask = subject.classifier.sample_mask(batch.inputs, batch.mask(states[0].shape[1]))[is_read]
     named = [rule for rule in rules if rule != "patience"]
 
     def keep(logits: Tensor, expected: Tensor) -> list[Tensor]:
@@ -246,11 +246,11 @@ def _read_batch(
         return [logits.argmax(-1).cpu(), *(value.double().cpu() for value in values)]
 
     layers = [
-        read_predictions(subject.classifier.at(layer), state[chosen.to(state.device)], target, keep, mask)
+        read_predictions(subject.classifier.at(layer), state[is_read.to(state.device)], target, keep, mask)
         for layer, state in enumerate(states)
     ]
     prediction, loss, *certainties = (torch.stack(column) for column in zip(*layers, strict=True))
-    sequence = batch.sequence[chosen.nonzero()[:, 0]]
+    sequence = batch.sequence[is_read.nonzero()[:, 0]]
     clusters = subject.sequences.clusters
     cluster = torch.tensor(clusters, dtype=torch.int64)[sequence] if clusters else sequence
     return Readings(prediction, dict(zip(named, certainties, strict=True)), sequence, cluster, loss, target)
@@ -285,11 +285,11 @@ def candidates(readings: Readings, rule: Rule, min_layer: int, given: Sequence[f
     if rule == "patience":
         return {1.0, *((number - 0.5) / layers for number in range(1, layers))}
     values = readings.certainty[rule][min_layer:layers].flatten()
-    found = {1.0, *given}
+    thresholds = {1.0, *given}
     if len(values):
         at = (torch.arange(1, CANDIDATES, dtype=torch.float64) / CANDIDATES * (len(values) - 1)).long()
-        found |= {math.floor(value * 1e4) / 1e4 for value in values.sort().values[at].tolist()}
-    return {threshold for threshold in found if 0 < threshold <= 1}
+        thresholds |= {math.floor(value * 1e4) / 1e4 for value in values.sort().values[at].tolist()}
+    return {threshold for threshold in thresholds if 0 < threshold <= 1}
 
 
 def splits(readings: Readings, share: float, seed: int) -> dict[str, Readings]:
@@ -305,5 +305,5 @@ def splits(readings: Readings, share: float, seed: int) -> dict[str, Readings]:
     if len(present) < 2:
         raise FulldepthError("A threshold is chosen on one part of the data and reported on another: give two or more.")
     count = min(max(1, round(share * len(present))), len(present) - 1)
-    chosen = torch.isin(unit, present[sample(present.tolist(), count, seed)])
-    return {"calibration": readings.of(chosen), "report": readings.of(~chosen)}
+    in_first_half = torch.isin(unit, present[sample(present.tolist(), count, seed)])
+    return {"calibration": readings.of(in_first_half), "report": readings.of(~in_first_half)}

@@ -180,9 +180,9 @@ def _rows(readings: Readings, settings: ExitSettings) -> tuple[list[ExitRow], di
         if target is not None:
             best = calibrated(parts["calibration"], rule, settings.min_layer, settings.threshold, target)
             thresholds.append((best, True))
-        for threshold, chosen in thresholds:
+        for threshold, is_calibrated in thresholds:
             exit = Exit(rule, threshold, settings.min_layer, readings.num_layers)
-            rows += [ExitRow.of(part, exit, split, chosen) for split, part in parts.items()]
+            rows += [ExitRow.of(part, exit, split, is_calibrated) for split, part in parts.items()]
     return rows, parts
 
 
@@ -249,11 +249,11 @@ def generation_rows(
     rounds = max(1, settings.repeats)
     load = OtherLoad()
     watcher.begin("Generating with early exit", rounds * len(runs))
-    made: dict[int, Generation] = {}
+    generations: dict[int, Generation] = {}
     seconds: list[list[float]] = [[] for _ in runs]
     for number in range(rounds):
         for run in order(len(runs), number, settings.seed):
-            made[run] = decoder.generate(
+            generations[run] = decoder.generate(
                 prompts,
                 torch.ones_like(prompts),
                 max_new_tokens=settings.max_new_tokens,
@@ -261,18 +261,18 @@ def generation_rows(
                 pad_token_id=0,
                 **runs[run],
             )
-            seconds[run].append(made[run].stats.seconds)
+            seconds[run].append(generations[run].stats.seconds)
             watcher.advance(1)
     share = load.share()
-    plain = made[0].sequences[:, width:]
+    plain = generations[0].sequences[:, width:]
     entries = []
     for run, options in enumerate(runs[1:], start=1):
-        stats = made[run].stats
+        stats = generations[run].stats
         speedup = SpeedUp.of(seconds[0], seconds[run], share) if settings.repeats else None
         entry = {
             "exits": stats.exits,
             "tokens": stats.tokens,
-            "agreement": float((made[run].sequences[:, width:] == plain).double().mean()),
+            "agreement": float((generations[run].sequences[:, width:] == plain).double().mean()),
             "layers_computed": stats.layers_computed,
             "theoretical_speedup": stats.theoretical_speedup,
         }
@@ -300,9 +300,9 @@ def _headline(subject: Subject, readings: Readings, rows: Sequence[ExitRow], set
     report = [row for row in rows if row.split == "report"]
     target = settings.target_accuracy_drop
     below = [row for row in report if row.exit.threshold < 1]
-    chosen = [row for row in report if row.calibrated]
-    for row in chosen:
-        suffix = "" if len(chosen) == 1 else f"_{row.exit.rule}"
+    calibrated_rows = [row for row in report if row.calibrated]
+    for row in calibrated_rows:
+        suffix = "" if len(calibrated_rows) == 1 else f"_{row.exit.rule}"
         rule = row.exit.rule
         points = f"{100 * (target or 0):g} points"
         sentence = f"No threshold below 1 of the rule {rule} loses at most {points} on the calibration part."
@@ -324,7 +324,7 @@ def _headline(subject: Subject, readings: Readings, rows: Sequence[ExitRow], set
 
 
 def _did(subject: Subject, row: ExitRow, lead: str, tolerance: float = 0.0) -> str:
-    """What a threshold costs and saves."""
+    """Return a sentence on what a threshold costs and saves."""
     layers = row.exit.num_layers
     what = "samples" if subject.anatomy.classifies else "tokens"
     return (

@@ -76,7 +76,7 @@ class Anatomy:
 
     @property
     def classifies(self) -> bool:
-        """Whether the model predicts one class for a text or an image."""
+        """True if the model predicts one class for a text or an image."""
         return self.task in ("text-classification", "image-classification")
 
     @property

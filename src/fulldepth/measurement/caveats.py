@@ -40,7 +40,7 @@ EMPTY = {"coherence": "the states do not vary along the sequence at any layer"}
 
 
 def caveats(subject: Subject, counting: Counting, setup: Setup, table: pd.DataFrame) -> list[str]:
-    """All warnings, those of the checkpoint and the data first."""
+    """Return all warnings of a measurement; those of the checkpoint and the data come first."""
     lines = [*subject.warnings, *counting.warnings, zero_weights(subject.model)]
     clusters = Clusters.of(subject.sequences)
     if reason := clusters.no_standard_error:

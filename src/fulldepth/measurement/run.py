@@ -165,7 +165,7 @@ def lens(
     if not texts:
         raise FulldepthError("The lens needs at least one text.")
     loading = settings.model_dump(exclude={"top_k", "sequence_length"})
-    chosen = MeasureSettings(
+    measure_settings = MeasureSettings(
         **loading,
         measures=OF_LENS,
         lens_tokens=None,
@@ -178,7 +178,7 @@ def lens(
         grid_positions=4096,
     )
     results: Results = measure(
-        model, texts, settings=chosen, watcher=watcher, tokenizer=tokenizer, output=output,
+        model, texts, settings=measure_settings, watcher=watcher, tokenizer=tokenizer, output=output,
         series=False, overwrite=overwrite,
     )  # fmt: skip
     if not results.meta.get("lens_grid"):
@@ -259,7 +259,7 @@ def measure_into(
 
 
 def _is_there(folder: Path, print_of_run: str, points: list[SeriesPoint], overwrite: bool, watcher: Watcher) -> bool:
-    """Whether the folder holds finished results of this run; False if it holds none, or a part of this series.
+    """Return True if the folder holds finished results of this run; False if it holds none, or a part of this series.
 
     Raises:
         FulldepthError: if it holds results of another run, or belongs to another command.
@@ -410,11 +410,11 @@ def _reference(subject: Subject, model: str, settings: MeasureSettings, process:
     ) as reference:  # fmt: skip
         verified = reference.verified
         subject.data = reference.data
-    own = subject.anatomy
+    anatomy = subject.anatomy
     other = verified.anatomy
-    if (own.num_layers, subject.verified.width) != (other.num_layers, verified.width):
+    if (anatomy.num_layers, subject.verified.width) != (other.num_layers, verified.width):
         raise FulldepthError(
-            f"The reference has {other.num_layers} layers of width {verified.width}, the model {own.num_layers} of "
+            f"The reference has {other.num_layers} layers of width {verified.width}, the model {anatomy.num_layers} of "
             f"{subject.verified.width}; MMD compares layer by layer and needs both equal."
         )
     return verified

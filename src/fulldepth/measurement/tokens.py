@@ -65,7 +65,7 @@ class Counting:
 
     @classmethod
     def of(cls, subject: Subject, requested: str) -> Counting:
-        """What a requested policy counts in a subject's sequences.
+        """Find the tokens that a requested policy counts in a subject's sequences.
 
         Raises:
             FulldepthError: if it needs images cut into patches, and these are none.

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SINGLE, SERIES, COMPARISON = "measure", "series", "comparison"
-TRAINING, GROUPS, SKIP = "training", "groups", "skip"
-EXIT, GENERATION, EVALUATION = "exit", "generation", "evaluation"
-EXITS, EVALUATIONS = "exits", "evaluations"
+SINGLE = "measure"
+SERIES = "series"
+COMPARISON = "comparison"
+TRAINING = "training"
+GROUPS = "groups"
+SKIP = "skip"
+EXIT = "exit"
+GENERATION = "generation"
+EVALUATION = "evaluation"
+EXITS = "exits"
+EVALUATIONS = "evaluations"
 TOGETHER = "skips"
 """Several folders of `fulldepth skip` on one page: `meta["parts"]` holds their documents with a `label`, the column
 `folder` the label of each row."""

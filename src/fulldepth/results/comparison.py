@@ -234,7 +234,7 @@ def _readable(item: Results | str | Path) -> Results:
         raise FulldepthError(f"{where} is a comparison already; compare the measurements that it was made from.")
     layers = (results.meta.get("model") or {}).get("num_layers")
     kind = results.meta.get("kind")
-    called = [each.called for each in KINDS.values() if each.called]
+    called = [kind_of_results.called for kind_of_results in KINDS.values() if kind_of_results.called]
     if kind not in KINDS or not KINDS[kind].called or not isinstance(layers, int):
         expected = ", ".join(called)
         raise FulldepthError(f"{where} cannot be compared: its kind is {kind!r}; expected {expected}.")

@@ -162,7 +162,7 @@ class LeftOutEntry(Entries):
 
 
 class RouterEntry(Entries):
-    """What one router of a memory reads most."""
+    """Sources that one router of a memory reads most."""
 
     layer: Whole
     source: Whole
@@ -190,7 +190,7 @@ class FitsEntry(Entries):
 
 
 class CostEntry(Entries):
-    """What a search took."""
+    """Cost of a search."""
 
     fit: FitsEntry | None = None
 
@@ -409,8 +409,8 @@ def read(path: Path) -> dict[str, Any]:
     value = read_json(path, most=MOST_BYTES)
     version = value.get("schema_version") if isinstance(value, dict) else None
     if type(version) is not int or version != SCHEMA_VERSION:
-        shown = version if isinstance(version, int) else type(version).__name__
-        raise FulldepthError(f"{path} has schema version {shown}, this fulldepth reads {SCHEMA_VERSION}.")
+        stated_version = version if isinstance(version, int) else type(version).__name__
+        raise FulldepthError(f"{path} has schema version {stated_version}, this fulldepth reads {SCHEMA_VERSION}.")
     validated(path, value, Document)
     return dict(value)
 

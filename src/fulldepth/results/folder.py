@@ -29,7 +29,10 @@ from fulldepth.results.table import select_values
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-DOCUMENT, TABLE, GROUPS, PAGE = "results.json", "results.parquet", "groups.parquet", "report.html"
+DOCUMENT = "results.json"
+TABLE = "results.parquet"
+GROUPS = "groups.parquet"
+PAGE = "report.html"
 STORED = {"table": TABLE, "influences": GROUPS}
 """Entry of the stored document -> file whose `sha256` and `bytes` it states. Not part of `Results.meta`."""
 HELD = {
@@ -190,7 +193,8 @@ class Results:
         Raises:
             FulldepthError: if the folder cannot be written, or another process is writing there.
         """
-        folder, watcher = Path(directory), watcher or Watcher()
+        folder = Path(directory)
+        watcher = watcher or Watcher()
         meta = {"schema_version": document.SCHEMA_VERSION, **self.meta}
         try:
             tables = {"table": self.table, "influences": self.influences}
@@ -228,7 +232,8 @@ class Results:
         Raises:
             FulldepthError: if it cannot be written, or another process is writing into the folder.
         """
-        path, text = Path(directory) / PAGE, reporting.render(self.table, self.meta)
+        path = Path(directory) / PAGE
+        text = reporting.render(self.table, self.meta)
         with locked(path.parent):
             return write_text(path, text)
 

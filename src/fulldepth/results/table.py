@@ -68,7 +68,9 @@ def read_table(path: Path, required: Sequence[str] = COLUMNS) -> pd.DataFrame:
         raise FulldepthError(f"Cannot read {path}: it is larger than {MOST_BYTES >> 20:,} MiB.")
     with reading(path):
         file = pyarrow.parquet.ParquetFile(path)
-        schema, described, rows = file.schema_arrow, file.metadata, file.metadata.num_rows
+        schema = file.schema_arrow
+        described = file.metadata
+        rows = file.metadata.num_rows
         names: list[str] = schema.names
         size = sum(described.row_group(index).total_byte_size for index in range(described.num_row_groups))
     with file:

@@ -127,8 +127,12 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
     if rows.empty:
         return
     change, error = rows[["difference", "difference_error"]].to_numpy(np.float64).T
-    label, other, layers, test = model["label"], baseline["label"], len(change), _test(bool(model.get("paired")))
-    median, differs = float(np.median(change)), measurable(change, error) & (np.abs(change) > PRINTED)
+    label = model["label"]
+    other = baseline["label"]
+    layers = len(change)
+    test = _test(bool(model.get("paired")))
+    median = float(np.median(change))
+    differs = measurable(change, error) & (np.abs(change) > PRINTED)
     summary = f"the median change is {signed_number(median, 4)}"
     if not np.isfinite(error).any():
         sentence = f"Displacement in {label} and {other}: {summary} (no standard error is known)."
@@ -161,7 +165,8 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
         row, base_row = values
         if row is None or base_row is None:
             continue
-        difference, error = float(row["value"] - base_row["value"]), float(row["difference_error"])
+        difference = float(row["value"] - base_row["value"])
+        error = float(row["difference_error"])
         interval = intervals.get((name, model["label"]))
         spread = SIGNIFICANT * error
         low, high = (interval.low, interval.high) if interval else (difference - spread, difference + spread)
@@ -257,8 +262,8 @@ def unlike(model: Entry, baseline: Entry, causes: Sequence[tuple[str, ...]], whe
 def difference_in_words(gap: Difference, other: str, units: str) -> str:
     """A difference of losses to another model on a number of `units`, as a part of a sentence."""
     if not math.isfinite(gap.free_error):
-        few = f"an error takes {FEWEST_CLUSTERS} {units}, these are {gap.documents}"
-        return f"{gap.mean:+.4f} against {other} ({few})"
+        too_few = f"an error takes {FEWEST_CLUSTERS} {units}, these are {gap.documents}"
+        return f"{gap.mean:+.4f} against {other} ({too_few})"
     if not gap.measurable:
         return f"no measurable difference from {other} (at most {abs(gap.mean) + gap.reach:.4f} nats)"
     error = f"standard error {gap.free_error:.4f}, {gap.documents} {units}"

@@ -82,8 +82,8 @@ class LayersSettings(LayerReadingSettings):
         given = [name for name in EXPORTS if getattr(self, name) is not None]
         if len(given) != 1:
             options = " or ".join(map(self.option, EXPORTS))
-            got = "both" if given else "neither"
-            raise FulldepthError(f"How many layers to keep? Give {options}, got {got}.")
+            stated = "both" if given else "neither"
+            raise FulldepthError(f"How many layers to keep? Give {options}, got {stated}.")
         return self
 
 

@@ -72,5 +72,5 @@ class GenerateSettings(LoadingSettings):
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn; else the most probable is taken."""
+        """True if tokens are drawn; else the most probable is taken."""
         return self.temperature != 0 and (self.temperature is not None or self.top_p < 1 or self.top_k > 0)

@@ -25,8 +25,8 @@ def with_progress(function: Callable[..., Result]) -> Callable[..., Result]:
 
     @wraps(function)
     def call(*args: Any, progress: bool | None = None, **given: Any) -> Result:
-        own = given.pop("watcher", None)
-        with bars.watching(progress) if own is None else nullcontext(own) as watcher:
+        given_watcher = given.pop("watcher", None)
+        with bars.watching(progress) if given_watcher is None else nullcontext(given_watcher) as watcher:
             return function(*args, watcher=watcher, **given)
 
     signature = inspect.signature(function)
@@ -55,7 +55,7 @@ def takes_settings(
     """
 
     def add(function: Callable[..., Result]) -> Callable[..., Result]:
-        own = inspect.signature(function)
+        signature = inspect.signature(function)
         types = get_type_hints(kind)  # without bounds
         fields = {
             name: inspect.Parameter(
@@ -65,33 +65,33 @@ def takes_settings(
                 annotation=types[name],
             )
             for name, field in kind.model_fields.items()
-            if name not in own.parameters
+            if name not in signature.parameters
         }
-        listed = [parameter for parameter in own.parameters.values() if parameter.name != "settings"]
+        listed = [parameter for parameter in signature.parameters.values() if parameter.name != "settings"]
         for name, place in (positional or {}).items():
             listed.insert(place, fields.pop(name).replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD))
-        public = own.replace(parameters=[*listed, *fields.values()])
+        public = signature.replace(parameters=[*listed, *fields.values()])
 
         @wraps(function)
         def call(*args: Any, settings: Settings | None = None, **given: Any) -> Result:
             named = {name: given.pop(name) for name in [*given] if name in public.parameters}
             arguments = public.bind_partial(*args, **named).arguments
             for name in [*arguments]:
-                is_object = name in own.parameters and not isinstance(arguments[name], str | Path)
+                is_object = name in signature.parameters and not isinstance(arguments[name], str | Path)
                 if name in kind.model_fields and not is_object:
                     given[name] = arguments.pop(name)
             for name, field in kind.model_fields.items():  # None stands for the default where it is no value
                 if given.get(name, field) is None and NoneType not in get_args(field.annotation):
                     del given[name]
-            chosen = nested((name, _plain(value)) for name, value in given.items())
+            stated = nested((name, _plain(value)) for name, value in given.items())
             recipe = arguments.get("recipe")
             below = read(recipe, recipes or "") if isinstance(recipe, str | Path) else _stated(recipe)
-            return function(settings=layer(kind, below, _stated(settings), chosen), **arguments)
+            return function(settings=layer(kind, below, _stated(settings), stated), **arguments)
 
         call.__signature__ = public  # type: ignore[attr-defined]
         entries = [f"    {name}: {' '.join((f.description or '').split())}" for name, f in kind.model_fields.items()]
         call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Settings:", *entries])
-        return with_progress(call) if "watcher" in own.parameters else call
+        return with_progress(call) if "watcher" in signature.parameters else call
 
     return add
 

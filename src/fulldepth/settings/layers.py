@@ -219,7 +219,7 @@ def read(recipe: str | Path, verb: str) -> dict[str, Any]:
 
 
 def _allows_code(value: Any) -> bool:
-    """Whether settings that were read from a file allow code of a checkpoint, at any depth."""
+    """Return True if settings that were read from a file allow code of a checkpoint, at any depth."""
     if isinstance(value, dict):
         return any((key == CONSENT and inner is not False) or _allows_code(inner) for key, inner in value.items())
     return isinstance(value, list) and any(map(_allows_code, value))
@@ -252,8 +252,8 @@ def assignments(arguments: Iterable[str]) -> dict[str, Any]:
         try:
             values.append((key.strip(), _parse(text)))
         except (ValueError, yaml.YAMLError) as error:
-            shown = one_line(argument, 200)
-            raise FulldepthError(f"The value in {shown!r} is not valid YAML: {one_line(error)}") from error
+            stated = one_line(argument, 200)
+            raise FulldepthError(f"The value in {stated!r} is not valid YAML: {one_line(error)}") from error
     return nested(values)
 
 
@@ -306,7 +306,8 @@ def _with_lists(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> d
     """The settings, with comma-separated text, or a single number, where a list is expected as a list."""
     listed = {}
     for key, value in values.items():
-        inner, field = _inner_class(model, key), model.model_fields.get(key)
+        inner = _inner_class(model, key)
+        field = model.model_fields.get(key)
         if inner is not None and isinstance(value, Mapping):
             value = _with_lists(inner, value)
         elif field is not None and type(value) in (str, int, float):
@@ -352,15 +353,15 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """The next node; anchors, aliases, tags and nesting deeper than `MOST_DEPTH` are errors."""
         event: Any = self.peek_event()
-        found = ""
+        refused = ""
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            found = f"the anchor or alias {one_line(event.anchor, 60)!r}; write the value again instead"
+            refused = f"the anchor or alias {one_line(event.anchor, 60)!r}; write the value again instead"
         elif getattr(event, "tag", None) is not None:  # some constructors of PyYAML fail with any exception
-            found = f"the tag {one_line(event.tag, 60)!r}; write the value without it"
+            refused = f"the tag {one_line(event.tag, 60)!r}; write the value without it"
         elif self.depth > MOST_DEPTH:
-            found = f"it is nested deeper than {MOST_DEPTH} levels"
-        if found:
-            raise yaml.composer.ComposerError(None, None, found, event.start_mark)
+            refused = f"it is nested deeper than {MOST_DEPTH} levels"
+        if refused:
+            raise yaml.composer.ComposerError(None, None, refused, event.start_mark)
         self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
@@ -369,8 +370,8 @@ class _Loader(yaml.SafeLoader):
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """An integer of at most `MOST_DIGITS` digits."""
         if len(node.value) > MOST_DIGITS:
-            found = f"a number of {len(node.value):,} digits"
-            raise yaml.constructor.ConstructorError(None, None, found, node.start_mark)
+            refused = f"a number of {len(node.value):,} digits"
+            raise yaml.constructor.ConstructorError(None, None, refused, node.start_mark)
         return super().construct_yaml_int(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -410,7 +411,7 @@ def _parse(text: str) -> Any:
 def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: pydantic.ValidationError) -> list[str]:
     """One line for each invalid setting."""
     expected: dict[str, list[str]] = {}
-    got: dict[str, Any] = {}
+    given_values: dict[str, Any] = {}
     lines = []
     for problem in error.errors(include_url=False)[:MOST_PROBLEMS]:
         keys, value = _locate(given, problem["loc"])
@@ -425,13 +426,13 @@ def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: p
         elif problem["type"] == "missing":
             lines.append(f"{'.'.join([*keys, str(problem['loc'][-1])])}: a value is required.")
         else:
-            got[".".join(keys)] = value
+            given_values[".".join(keys)] = value
             message = re.sub("^(Input should be|Value error,|List should have) ", "", problem["msg"])
             expected.setdefault(".".join(keys), []).append(message)
     return [
         *lines,
         *(
-            f"{one_line(name, 200)}: got {_show(got[name])}, expected {' or '.join(dict.fromkeys(wanted))}."
+            f"{one_line(name, 200)}: got {_show(given_values[name])}, expected {' or '.join(dict.fromkeys(wanted))}."
             for name, wanted in expected.items()
         ),
     ]

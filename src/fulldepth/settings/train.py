@@ -292,8 +292,10 @@ class TrainSettings(Settings):
         start = named.get("checkpoint") if isinstance(named, Mapping) else None
         if start is None or start == model.get("checkpoint"):
             return below
-        kept = {key: model[key] for key in SWITCHES if key in model} if model.get("type") == "depth_llama" else {}
-        return {key: value for key, value in below.items() if key not in ("tokenizer", "processor")} | {"model": kept}
+        switches = {key: model[key] for key in SWITCHES if key in model} if model.get("type") == "depth_llama" else {}
+        return {key: value for key, value in below.items() if key not in ("tokenizer", "processor")} | {
+            "model": switches
+        }
 
     @pydantic.model_validator(mode="after")
     def _stage_fits(self) -> Self:
@@ -319,12 +321,12 @@ class TrainSettings(Settings):
 
     @property
     def freezes_features(self) -> bool:
-        """Whether only new linear heads are trained, one for each layer."""
+        """True if only new linear heads are trained, one for each layer."""
         return self.method == "frozen-features"
 
     @property
     def unit(self) -> str:
-        """What amounts of data are counted in: tokens, texts or images."""
+        """Unit in which amounts of data are counted: tokens, texts or images."""
         return {"causal-lm": "tokens", "text-classification": "texts"}.get(self.task, "images")
 
     @property

@@ -212,7 +212,7 @@ class BenchedModel:
 
     @property
     def program(self) -> str:
-        """What runs it."""
+        """Program that runs the model: `transformers` or `llama.cpp`."""
         return "llama.cpp" if isinstance(self.model, LlamaCpp) else "transformers"
 
     @property
@@ -230,7 +230,8 @@ def _opened(
     """
     opened: list[tuple[PreTrainedModel | LlamaCpp, str, dict[str, Any], bool]] = []
     files = [
-        None if isinstance(one, PreTrainedModel) else find_gguf(packaged(str(one))) for one in (original, *exports)
+        None if isinstance(source, PreTrainedModel) else find_gguf(packaged(str(source)))
+        for source in (original, *exports)
     ]
     for model, file in zip((original, *exports), files, strict=True):
         if file is not None and opened:
@@ -243,9 +244,9 @@ def _opened(
             opened.append((checkpoint.model, checkpoint.name, {}, not opened))
     if files[0] is not None and any(files[1:]):
         opened.insert(1, (LlamaCpp(files[0]), f"{opened[0][1]} (llama.cpp)", {}, True))
-    opened.sort(key=lambda each: isinstance(each[0], LlamaCpp))
+    opened.sort(key=lambda entry: isinstance(entry[0], LlamaCpp))
     labels = unique_names([Path(name) for _, name, *_ in opened])
-    return [BenchedModel(label, *each) for label, each in zip(labels, opened, strict=True)]
+    return [BenchedModel(label, *entry) for label, entry in zip(labels, opened, strict=True)]
 
 
 def _check_together(entries: Sequence[BenchedModel], settings: BenchSettings) -> None:
@@ -266,7 +267,7 @@ def _check_together(entries: Sequence[BenchedModel], settings: BenchSettings) ->
             )
     tokens = {entry.label: entry.model.tokens for entry in entries if isinstance(entry.model, LlamaCpp)}
     base = next(iter(tokens), "")
-    if differing := [label for label, own in tokens.items() if own != tokens[base]]:
+    if differing := [label for label, ids in tokens.items() if ids != tokens[base]]:
         raise FulldepthError(f"{differing[0]} has other tokens than {base}: not the same model.")
     if tokens and 1 not in settings.batches:
         raise FulldepthError(f"llama.cpp runs {base} with one sequence at a time: add 1 to the batches.")
@@ -296,10 +297,10 @@ def _check_tokenizers(entries: Sequence[BenchedModel], examples: Examples, token
         if isinstance(entry.model, LlamaCpp):  # compared by tokens
             continue
         try:
-            own = open_tokenizer(Checkpoint(entry.model, entry.name))
+            tokenizer_of_export = open_tokenizer(Checkpoint(entry.model, entry.name))
         except FulldepthError:  # it holds none
             continue
-        if any(plain_ids(own, text) != plain_ids(tokenizer, text) for text in texts):
+        if any(plain_ids(tokenizer_of_export, text) != plain_ids(tokenizer, text) for text in texts):
             raise FulldepthError(
                 f"{entry.label} has another tokenizer than {entries[0].label}: held-out text gets other ids. Not the "
                 "same model."
@@ -348,11 +349,11 @@ class Measured:
 
     def ratio(self, label: str, phase: str, *cells: Cell) -> Ratio:
         """Time over the baseline's; in several cells (none = all), a round's time is the geometric mean of theirs."""
-        own, base = (
+        export_times, base = (
             np.exp(np.mean([np.log(self.times[name, cell, phase]) for cell in cells or self.cells(label)], axis=0))
             for name in (label, self.baseline(label))
         )  # [rounds] each
-        return median_ratio(own, base)
+        return median_ratio(export_times, base)
 
     def ratio_text(self, label: str, phase: str) -> str:
         """The time over the baseline's over all cells, as the end of a sentence."""

@@ -138,7 +138,9 @@ def fit(
     """`fit_scales` for a prepared model; without held-out batches every epoch runs, and the last scalars are kept."""
     watcher = watcher or Watcher()
     scalars = Scalars(scorer.anatomy.num_layers, variant, scorer.granularity).to(scorer.device)
-    trained, result, epoch = list(scalars.parameters()), FitResult(copy.deepcopy(scalars)), 0
+    trained = list(scalars.parameters())
+    result = FitResult(copy.deepcopy(scalars))
+    epoch = 0
     optimiser = torch.optim.Adam(trained, lr=options.learning_rate) if trained else None
     steps = -(-len(train) // options.batch_size)
     watcher.begin(f"Scalars: {'healing' if variant else 'control'}", options.epochs * steps)
@@ -157,7 +159,8 @@ def fit(
             epoch += 1
             generator = torch.Generator().manual_seed(options.seed * 1_000_003 + epoch)
             order = torch.randperm(len(train), generator=generator)
-            epoch_loss, tokens = 0.0, 0
+            epoch_loss = 0.0
+            tokens = 0
             for at in order.split(options.batch_size):
                 step = [train[int(index)] for index in at]
                 counted = sum(example.predicted for example in step)
@@ -180,7 +183,8 @@ def fit(
                 break
             measure()
             if not heldout or result.losses[-1] < min(result.losses[:-1]):  # NaN is never lower
-                result.scalars, result.epoch = copy.deepcopy(scalars), epoch
+                result.scalars = copy.deepcopy(scalars)
+                result.epoch = epoch
     scorer.plain()
     watcher.advance((options.epochs - epoch) * steps)
     if heldout:

@@ -97,7 +97,7 @@ def heal(
     with locked(work):
         try:
             healing = refit(plan, model, data, settings=settings, output=target, **opened)
-            chosen = chosen_tokenizer(settings, tokenizer)
+            saved_tokenizer = chosen_tokenizer(settings, tokenizer)
             if settings.steps:
                 passes = settings.steps * settings.global_batch_size / len(healing.fitting)
                 if passes > MANY:
@@ -105,7 +105,7 @@ def heal(
                         f"Training passes {passes:.0f} times over {len(healing.fitting)} sequences, which it then "
                         "knows by heart. Give more with --max-sequences, or fewer --steps."
                     )
-                start = write_start(healing, work / "start", chosen)
+                start = write_start(healing, work / "start", saved_tokenizer)
                 write_texts(healing, start, work)
                 for label, source in (("trained", start), ("control", model)):
                     run = _training(healing, source, model, work)
@@ -113,7 +113,7 @@ def heal(
                 healing = with_weights(healing, work / "trained")
                 healing = with_model(healing, "trained", healing.model, watcher)
                 healing = with_model(healing, "control", work / "control", watcher)
-            results = save_healed(healing, plan, target, chosen)
+            results = save_healed(healing, plan, target, saved_tokenizer)
         except StoppedError:
             raise
         except FulldepthError:

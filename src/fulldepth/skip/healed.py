@@ -54,7 +54,8 @@ NAMES = {
     "control": "control: the original, trained on the same tokens",
 }
 """Model -> its name in sentences."""
-TRAIN, VALIDATION = "train.jsonl", "validation.jsonl"
+TRAIN = "train.jsonl"
+VALIDATION = "validation.jsonl"
 """Files of the text that a healed model is trained on."""
 
 
@@ -68,13 +69,14 @@ def with_weights(healing: Healing, checkpoint: Path) -> Healing:
 def _take_weights(model: PreTrainedModel, plan: Plan, checkpoint: Path) -> None:
     """Fill a model, whose removed branches add zeros, with the weights of a checkpoint without them, in place."""
     trained = open_model(checkpoint, device="cpu").model
-    state, anatomy = trained.state_dict(), find_anatomy(model)
+    state = trained.state_dict()
+    anatomy = find_anatomy(model)
     prefix = next(name for name, part in model.named_modules() if part is anatomy.block_list)
     if find_anatomy(trained).num_layers < anatomy.num_layers:  # those that stay, renumbered
         gone = {*plan.lacking("attention")} & {*plan.lacking("mlp")}
-        kept = [n for n in range(anatomy.num_layers) if n + 1 not in gone]
-        parts = {f"{prefix}.{new}.": f"{prefix}.{old}." for new, old in enumerate(kept)}
-        state = {re.sub(rf"^{re.escape(prefix)}\.\d+\.", lambda own: parts[own[0]], n): w for n, w in state.items()}
+        remaining = [n for n in range(anatomy.num_layers) if n + 1 not in gone]
+        parts = {f"{prefix}.{new}.": f"{prefix}.{old}." for new, old in enumerate(remaining)}
+        state = {re.sub(rf"^{re.escape(prefix)}\.\d+\.", lambda match: parts[match[0]], n): w for n, w in state.items()}
     unknown = model.load_state_dict(state, strict=False).unexpected_keys  # removed branches have no trained weights
     assert not unknown, f"trained weights that the model does not have: {unknown[:3]}"
 
@@ -118,7 +120,8 @@ def save_healed(healing: Healing, plan: Plan, target: Path, tokenizer: Any = Non
     Raises:
         FulldepthError: as `export`.
     """
-    results, settings = outcome(healing, plan), healing.settings
+    results = outcome(healing, plan)
+    settings = healing.settings
     with folder_to_be(target) as folder:
         format = settings.format or format_for(healing.plan, healing.model)
         export(healing.plan, healing.model, format, folder / "export", tokenizer=tokenizer)
@@ -186,7 +189,8 @@ def _write_gguf(plan: Plan, model: PreTrainedModel, target: Path, settings: Heal
 
 def card_numbers(healing: Healing) -> dict[str, str]:
     """Numbers on the model card of a healed model: the losses of all models, the net cost, and the text."""
-    losses, numbers = healing.readings[LOSS], {}
+    losses = healing.readings[LOSS]
+    numbers = {}
     titles = {"original": "Held-out loss of the original", **NAMES}
     for label in losses.sums:
         added = losses.added(label)
@@ -208,7 +212,8 @@ def text_of(healing: Healing) -> str:
 
 def outcome(healing: Healing, plan: Plan) -> Results:
     """A healing as results."""
-    losses, tables = healing.readings[LOSS], []
+    losses = healing.readings[LOSS]
+    tables = []
     for label in losses.sums:
         rows = [*losses.rows(label)]
         for kind, unit in ((DIVERGENCE, "nats"), (AGREEMENT, "1")):
@@ -228,7 +233,7 @@ def outcome(healing: Healing, plan: Plan) -> Results:
         },
         "data": healing.examples.meta,
         "plan": plan.document(),
-        "refits": [each._asdict() for each in healing.refits],
+        "refits": [refit._asdict() for refit in healing.refits],
         "warnings": warnings,
         "headline": dict(headline(healing)),
     }
@@ -237,7 +242,8 @@ def outcome(healing: Healing, plan: Plan) -> Results:
 
 def headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
     """The loss that the healed model adds to the original's, what of it removal costs, and the same of the others."""
-    losses, held = healing.readings[LOSS], units(healing.examples.meta)
+    losses = healing.readings[LOSS]
+    held = units(healing.examples.meta)
     labels = [label for label in losses.sums if label != "original"]
     last = "trained" if "trained" in labels else "refitted"
     other_text = f" Measured on {text_of(healing)}: the loss on other text is unknown."
@@ -247,7 +253,7 @@ def headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
         sentence = f"Net cost of removal: {cost}."
         yield "net_cost", difference_finding(net, sentence + other_text, held)
         other_text = ""
-    for label in sorted(labels, key=lambda own: own != last):
+    for label in sorted(labels, key=lambda name: name != last):
         added = losses.added(label)
         kl, agreement = (healing.readings[kind].mean(label) for kind in (DIVERGENCE, AGREEMENT))
         sentence = (

@@ -188,8 +188,8 @@ def _check_healing(
             "and training would bring the removed branches back, which stay in the model with weights of zero. "
             "`fulldepth skip apply --format folded` writes the plan's checkpoint."
         )
-    own = format_for(plan, original)
-    formats = [settings.format or own] + [own] * bool(settings.steps) + ["gguf"] * bool(settings.gguf)
+    format_used = format_for(plan, original)
+    formats = [settings.format or format_used] + [format_used] * bool(settings.steps) + ["gguf"] * bool(settings.gguf)
     for format in formats:
         stock = check_format(original, plan, FORMATS[known_format(format)])
     if settings.gguf is not None:
@@ -237,8 +237,8 @@ def format_for(plan: Plan, model: PreTrainedModel) -> str:
 
 def with_model(healing: Healing, label: str, model: PreTrainedModel | Path, watcher: Watcher) -> Healing:
     """The healing with the losses of a further model or checkpoint on the held-out rows."""
-    own = open_model(model, device=healing.original.device).model.eval()
-    models = {"original": healing.original, label: own}
+    opened = open_model(model, device=healing.original.device).model.eval()
+    models = {"original": healing.original, label: opened}
     losses = heldout_losses(models, healing.examples.heldout, healing.settings.batch_size, watcher, READINGS)
     readings = {
         kind: replace(before, sums={**before.sums, **losses[kind].sums}) for kind, before in healing.readings.items()
@@ -266,7 +266,8 @@ def split_rows(
     rest, fifth = ([e for e in examples.train if (e.document in drawn) == part] for part in (False, True))
     choosing, unseen = (fifth, examples.heldout) if separate else (examples.heldout, fifth)
     known = listed_rows(plan)
-    shared, decision = sum(row_of(example) in known for example in unseen), decided(plan)
+    shared = sum(row_of(example) in known for example in unseen)
+    decision = decided(plan)
     if separate and shared and decision:
         raise FulldepthError(
             f"{shared} of {len(unseen)} held-out rows also {decision}; healing is measured on others. Give other "
@@ -288,18 +289,20 @@ def ends(anatomy: Anatomy, removed: frozenset[Branch]) -> dict[Branch, Branch]:
     The first is the last before a removed one. Branches of a parallel block are added to the same stream, so that only
     the last that stays is taken, and is followed by one that is removed.
     """
-    parallel, host, found = anatomy.family.design == "parallel", None, dict[Branch, Branch]()
+    parallel = anatomy.family.design == "parallel"
+    host = None
+    last_removed = dict[Branch, Branch]()
     first = min(removed, default=(anatomy.num_layers + 1, ""))
     for layer in range(1, anatomy.num_layers + 1):
-        own = [(layer, role) for role in ROLES if anatomy.part(layer, role) is not None]
-        gone = [branch for branch in own if branch in removed]
+        present = [(layer, role) for role in ROLES if anatomy.part(layer, role) is not None]
+        gone = [branch for branch in present if branch in removed]
         if parallel:
-            own = [*[branch for branch in own if branch not in removed][-1:], *gone]
-        for branch in own:
+            present = [*[branch for branch in present if branch not in removed][-1:], *gone]
+        for branch in present:
             host = host if branch in removed else branch
             if host is not None and first <= branch:
-                found[host] = branch
-    return found
+                last_removed[host] = branch
+    return last_removed
 
 
 class Walk:
@@ -312,7 +315,9 @@ class Walk:
     """
 
     def __init__(self, anatomy: Anatomy, batches: Sequence[ScoredBatch], gone: Sequence[int] = ()) -> None:
-        self.runner, self.batches, self.layer = LayerRunner(anatomy, batches[0].inputs), batches, 0
+        self.runner = LayerRunner(anatomy, batches[0].inputs)
+        self.batches = batches
+        self.layer = 0
         self.gone = frozenset(gone)
         self.states = [self.runner.begin(batch.inputs) for batch in batches]
         """[B, T, D] of each batch, after `layer` layers."""
@@ -356,8 +361,10 @@ class RidgeSums:
     def add(self, inputs: Tensor, stream: Tensor, wanted: Tensor) -> None:
         """Add tokens: `[R, K]` A, and `[R, D]` S and X; one without a stream counts nothing."""
         root = (1 / stream.norm(dim=-1, keepdim=True)).nan_to_num(posinf=0.0)
-        a, gap = inputs * root, (wanted - stream) * root
-        self.gram, self.cross = self.gram + (a.T @ a).double(), self.cross + (a.T @ gap).double()
+        a = inputs * root
+        gap = (wanted - stream) * root
+        self.gram = self.gram + (a.T @ a).double()
+        self.cross = self.cross + (a.T @ gap).double()
         self.gap += gap.double().square().sum()
 
     def change(self, strength: float) -> Tensor:
@@ -370,7 +377,7 @@ class RidgeSums:
         return float(1 - (change * (2 * self.cross - self.gram @ change)).sum() / self.gap)
 
 
-def best_change(fitted: RidgeSums, others: RidgeSums) -> tuple[float | None, float, Tensor | None]:
+def best_change(fitted: RidgeSums, held_out: RidgeSums) -> tuple[float | None, float, Tensor | None]:
     """The strength that leaves the smallest share on other rows, that share, and the change; None if none is below 1.
 
     Strengths are tried from the strongest until the share rises.
@@ -378,7 +385,7 @@ def best_change(fitted: RidgeSums, others: RidgeSums) -> tuple[float | None, flo
     best: tuple[float | None, float, Tensor | None] = (None, 1.0, None)
     for strength in STRENGTHS:
         change = fitted.change(strength)
-        if not (left := others.left(change)) < best[1]:
+        if not (left := held_out.left(change)) < best[1]:
             break
         best = strength, left, change
     return best
@@ -405,7 +412,7 @@ def _heal(
         batch_size: sequences in a batch.
         watcher: receives progress after each branch.
     """
-    fitted, chosen = ([b.to(device_of(original)) for b in make_batches(part, batch_size)] for part in rows)
+    fitted, choosing = ([b.to(device_of(original)) for b in make_batches(part, batch_size)] for part in rows)
     source, _ = prove(original, fitted[0].inputs)
     anatomy, _ = prove(healed, fitted[0].inputs)
     if anatomy.family.design == "post":
@@ -414,30 +421,32 @@ def _heal(
     pairs = ends(anatomy, removed)
     weights = find_output_weights(anatomy, pairs, probes(anatomy))
     gone = [layer for layer in range(1, anatomy.num_layers + 1) if {(layer, role) for role in ROLES} <= removed]
-    there, here = Walk(source, [*fitted, *chosen]), Walk(anatomy, [*fitted, *chosen], gone)
+    original_walk = Walk(source, [*fitted, *choosing])
+    walk = Walk(anatomy, [*fitted, *choosing], gone)
     done: list[Refit] = []
     watcher.begin("Refitting", len(pairs))
     for branch, end in pairs.items():
         watcher.advance(1)
         names = (f"{role} of layer {layer}" for layer, role in (branch, end))
         refit = Refit(next(names), next(names))
-        module, projection = anatomy.part(branch[0], f"{branch[1]}_branch"), _projection(healed, weights[branch])
+        module = anatomy.part(branch[0], f"{branch[1]}_branch")
+        projection = _projection(healed, weights[branch])
         inside = end[1] == "attention" and anatomy.family.design != "parallel"  # between attention and MLP of a layer
         layer = end[0] - inside
         sums = RidgeSums(), RidgeSums()
-        there.advance(layer)
-        for number, batch in enumerate(here.batches):
+        original_walk.advance(layer)
+        for number, batch in enumerate(walk.batches):
             if module is None or projection is None:
                 break
-            stream, ((_, added), (inputs, output)) = here.run(number, max(layer, branch[0]), module, projection)
+            stream, ((_, added), (inputs, output)) = walk.run(number, max(layer, branch[0]), module, projection)
             if inputs is None or not torch.equal(added.view_as(output), output):
                 projection = None
                 break
             if layer < branch[0]:  # behind the attention alone
-                stream = here.states[number] + anatomy.branch_scale * added
-            wanted = there.states[number]
+                stream = walk.states[number] + anatomy.branch_scale * added
+            wanted = original_walk.states[number]
             if inside and (attention := source.part(end[0], "attention_branch")) is not None:
-                _, ((_, added),) = there.run(number, end[0], attention)
+                _, ((_, added),) = original_walk.run(number, end[0], attention)
                 wanted = wanted + source.branch_scale * added
             real = batch.inputs["attention_mask"].bool().flatten()
             wide = torch.promote_types(stream.dtype, torch.float32)
@@ -452,7 +461,7 @@ def _heal(
             if change is not None:
                 weight = projection.get_parameter("weight")
                 weight.copy_(weight.double() + (change.T if isinstance(projection, nn.Linear) else change))
-        here.advance(max(layer, here.layer))
+        walk.advance(max(layer, walk.layer))
     return done
 
 

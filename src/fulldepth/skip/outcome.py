@@ -32,20 +32,24 @@ def outcome(
     """A plan as results; `problem` has the held-out data that it was scored with, `folder` is where the plan is, `data`
     and `heldout` what the search was given, which the advice on the next command repeats where they are names.
     """
-    count, tokens = len(plan.blocks), sum(example.predicted for example in problem.examples.heldout)
-    kept, noted, depth = plan.control_loss, plan.document(), problem.scorer.costs.num_layers
+    count = len(plan.blocks)
+    tokens = sum(example.predicted for example in problem.examples.heldout)
+    control = plan.control_loss
+    noted = plan.document()
+    depth = problem.scorer.costs.num_layers
     losses: list[tuple[int | None, float | None, int, str]] = [
         (None, plan.losses[0], 0, "original"),
         *((min(pick).layer, plan.losses[at], at, "skipped") for at, pick in enumerate(plan.picks, start=1)),
         (min(plan.picks[-1]).layer, plan.healed_loss, count, "healed"),
-        (None, None if kept is None else kept.scalars_only, 0, "scalars_only"),
+        (None, None if control is None else control.scalars_only, 0, "scalars_only"),
     ]
     tables = [
         tabulate([("loss", "model", layer, None, "mean", loss, tokens, "nats")], removed=removed, state=state)
         for layer, loss, removed, state in losses
         if loss is not None
     ]
-    warnings, stopped = list(plan.data.get("warnings", [])), plan.cost.get("stopped_by_budget", [])
+    warnings = list(plan.data.get("warnings", []))
+    stopped = plan.cost.get("stopped_by_budget", [])
     warnings += [f"{line.capitalize()}; a higher budget may change its pick." for line in stopped]
     document = {
         **provenance(KIND, problem.settings.model_dump(), seed=plan.seed),
@@ -58,10 +62,13 @@ def outcome(
     if folder is not None:
         given = data if isinstance(data, str | Path) else plan.data.get("name") or "text.jsonl"
         apart = ["--heldout", str(heldout)] if isinstance(heldout, str | Path) else []
-        why, verb = "heal what is left, and write", "heal"
+        why = "heal what is left, and write"
+        verb = "heal"
         options = ["--data", str(given), *apart, "--output", "healed/"]
         if problem.scorer.costs.zeroes:
-            why, verb, options = "write", "apply", ["--format", "folded", "--output", "folded/"]
+            why = "write"
+            verb = "apply"
+            options = ["--format", "folded", "--output", "folded/"]
         command = shlex.join(["skip", verb, str(folder), plan.model.name, *options])
         document["next"] = {"why": f"{why} a checkpoint:", "command": f"fulldepth {command}"}
     return Results(stacked(tables, removed="Int64", state="str"), dict(finite(document)))
@@ -69,7 +76,9 @@ def outcome(
 
 def headline(plan: Plan, depth: int) -> dict[str, Finding]:
     """The findings of a plan for a model of `depth` layers, by name."""
-    base, last, order = plan.losses[0], plan.losses[-1], ", ".join(map(str, plan.blocks))
+    base = plan.losses[0]
+    last = plan.losses[-1]
+    order = ", ".join(map(str, plan.blocks))
     sentence = (
         f"Removing {plan.what} (in the order {order}; the model has {depth} layers) changes the held-out loss by "
         f"{last - base:+.4f} nats, from {base:.4f} to {last:.4f}, not healed."
@@ -98,13 +107,16 @@ def target(plan: Plan) -> dict[str, Finding]:
     stated = plan.cost.get("target")
     if not isinstance(stated, dict):
         return {}
-    name, needed, reached = stated["of"], stated["needed"], stated["reached"]
+    name = stated["of"]
+    needed = stated["needed"]
+    reached = stated["reached"]
     verdict = "" if needed is None else "Target reached: " if reached >= needed - REACHED else "Target missed: "
     if name in ("target_bytes", "target_cache"):
         what = "weights" if name == "target_bytes" else "cache"
         sentence = f"{verdict}{1 - reached:.1%} of the {what}' bytes are left; asked were {1 - needed:.1%}."
         return {name: Finding(100 * (1 - reached), "%", sentence)}
-    speedup, gone = 1 / (1 - reached), f"the removed parts took {reached:.1%} of the time"
+    speedup = 1 / (1 - reached)
+    gone = f"the removed parts took {reached:.1%} of the time"
     if needed is None:
         sentence = f"By the times of its parts the model is {speedup:.3f} times as fast: {gone}."
     else:
@@ -128,7 +140,8 @@ def more_data(plan: Plan) -> Finding | None:
     round unsure, is stricter than 2 standard errors. The rows that do so in half of the unsure rounds are advised.
     None if all rounds were sure.
     """
-    unsure, rounds = plan.cost.get("unsure_rounds"), plan.cost.get("rounds")
+    unsure = plan.cost.get("unsure_rounds")
+    rounds = plan.cost.get("rounds")
     if not unsure:
         return None
     count = len(plan.blocks)
@@ -141,7 +154,8 @@ def more_data(plan: Plan) -> Finding | None:
     enough = []
     for number in unsure:
         how = rounds[number - 1] if isinstance(rounds, list) else {}
-        margin, error = how.get("margin") or 0.0, how.get("standard_error")
+        margin = how.get("margin") or 0.0
+        error = how.get("standard_error")
         if error is None or margin <= 0:
             enough.append(math.inf)
         else:

@@ -61,16 +61,16 @@ class SearchProblem:
         _ = subject.hash  # computed here: switches change the names of weights
         with Switches(anatomy, kind := settings.granularity) as switches:
             scorer = Scorer(anatomy, subject.classifier, switches, chunks[0][0], keep=settings.keep)
-            able = scorer.costs.able
-            if given := sorted(frozenset().union(*picks_of(settings.given or (), kind)) - {*able}):
+            removable = scorer.costs.able
+            if given := sorted(frozenset().union(*picks_of(settings.given or (), kind)) - {*removable}):
                 raise FulldepthError(f"There is no {given[0].part} of layer {given[0].layer} to remove.")
             named = "block" if kind == "any" else kind if kind == "layer" else f"{kind} block"
-            if not able:
+            if not removable:
                 outside = " outside the layers to keep" if settings.keep else ""
                 raise FulldepthError(f"This model has no {named}{outside} that can be removed.")
-            if (settings.num_blocks or 0) > len(able) and not isinstance(settings, CurveSettings):
+            if (settings.num_blocks or 0) > len(removable) and not isinstance(settings, CurveSettings):
                 raise FulldepthError(
-                    f"Cannot remove {settings.num_blocks} blocks: this model has {len(able)} {named}s that can be "
+                    f"Cannot remove {settings.num_blocks} blocks: this model has {len(removable)} {named}s that can be "
                     "removed."
                 )
             if settings.fit or settings.criterion == SCALED or settings.search == "taylor":

@@ -86,7 +86,8 @@ def read_prompts(data: Any, tokenizer: Any, limit: int | None = None, seed: int 
         FulldepthError: if a row has no prompt, or there are no rows.
     """
     opened = open_data(data, streaming=limit is not None, suffixes=TABLES)
-    rows, (_, first) = opened.rows(), next(opened.rows(), ("", {}))
+    rows = opened.rows()
+    (_, first) = next(opened.rows(), ("", {}))
     if limit is not None:
         rows = opened.sampled(list(first), limit, seed=seed)
     prompts: list[Prompt] = []
@@ -126,7 +127,8 @@ def generate_responses(
 
     Source: Hopscotch (arXiv 2506.03303), its data generation; Gumbel-max trick: Gumbel 1954.
     """
-    max_new_tokens, batch_size = settings.max_new_tokens, settings.batch_size
+    max_new_tokens = settings.max_new_tokens
+    batch_size = settings.batch_size
     if not prompts:
         raise FulldepthError("There are no prompts to respond to.")
     if not model.can_generate() or model.config.is_encoder_decoder:
@@ -151,17 +153,18 @@ def generate_responses(
     order = sorted(range(count), key=lambda i: len(encoded[i]), reverse=True)
     answers: dict[int, list[int]] = {}
     watcher.begin("Responses", count)
-    own_config, model.generation_config = model.generation_config, GenerationConfig()
+    own_config = model.generation_config
+    model.generation_config = GenerationConfig()
     try:
         with evaluating(model):
             for start in range(0, count, batch_size):
-                chosen = order[start : start + batch_size]
-                width = len(encoded[chosen[0]])
+                indices = order[start : start + batch_size]
+                width = len(encoded[indices[0]])
                 tokens, mask = (
                     pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side="left")
-                    for rows in ([encoded[i] for i in chosen], [[1] * len(encoded[i]) for i in chosen])
+                    for rows in ([encoded[i] for i in indices], [[1] * len(encoded[i]) for i in indices])
                 )  # [B, T] each
-                noise = [GumbelNoise(settings.temperature, settings.seed, chosen)] if settings.temperature else []
+                noise = [GumbelNoise(settings.temperature, settings.seed, indices)] if settings.temperature else []
                 generate: Any = model.generate
                 sequences = generate(
                     input_ids=tokens.to(device_of(model)),
@@ -169,13 +172,13 @@ def generate_responses(
                     generation_config=config,
                     logits_processor=LogitsProcessorList(noise),
                 )
-                answers |= zip(chosen, sequences[:, width:].tolist(), strict=True)
-                watcher.advance(len(chosen))
+                answers |= zip(indices, sequences[:, width:].tolist(), strict=True)
+                watcher.advance(len(indices))
     finally:
         model.generation_config = own_config
-    made = {"prompts": count, **settings.model_dump(), "chat_template": bool(tokenizer.chat_template)}
-    shown = prompts if tokenizer.chat_template else rendered  # a template gives the same messages when a pair is read
-    return _responses(tokenizer, shown, [answers[i] for i in range(count)], ends, made, watcher)
+    facts = {"prompts": count, **settings.model_dump(), "chat_template": bool(tokenizer.chat_template)}
+    written = prompts if tokenizer.chat_template else rendered  # a template gives the same messages when a pair is read
+    return _responses(tokenizer, written, [answers[i] for i in range(count)], ends, facts, watcher)
 
 
 class GumbelNoise(LogitsProcessor):
@@ -207,7 +210,9 @@ def _responses(
 ) -> Responses:
     """Pairs in order, without the empty ones, which are reported."""
     pairs: list[dict[str, Any]] = []
-    empty, unfinished, tokens = [], 0, 0
+    empty = []
+    unfinished = 0
+    tokens = 0
     for number, (prompt, ids) in enumerate(zip(prompts, answers, strict=False), start=1):
         stop = next((i for i, token in enumerate(ids) if token in ends), None)
         text, plain = (
@@ -255,7 +260,8 @@ def respond(
         FulldepthError: as `generate_responses`; if the folder holds other responses, incomplete files of these names,
             or the data.
     """
-    notes, responses = folder / NOTES, folder / FILE
+    notes = folder / NOTES
+    responses = folder / FILE
     if isinstance(data, str | Path) and Path(data).resolve() == responses.resolve():
         raise FulldepthError(
             f"The prompts are in {data}, which the generated responses would replace. Choose another output folder."

@@ -133,12 +133,15 @@ def search_with(
     responses: Mapping[str, Any] | None = None,
 ) -> Plan:
     """`search` of a prepared problem, in an output folder that the caller has locked; the model is restored."""
-    folder, settings, scorer = None if output is None else Path(output), problem.settings, problem.scorer
+    folder = None if output is None else Path(output)
+    settings = problem.settings
+    scorer = problem.scorer
     if folder is not None and process.agree((folder / FILE).exists()):
         return _finished(folder, problem, process)
 
     def fitted(variant: Variant, *, candidate: bool = False) -> tuple[dict[str, Any], int, float]:
-        fitting, heldout = fit_options(settings, candidate=candidate), () if candidate else problem.batches
+        fitting = fit_options(settings, candidate=candidate)
+        heldout = () if candidate else problem.batches
         result = fit(scorer, variant, problem.examples.train, heldout, fitting, None if candidate else watcher)
         names = () if candidate else ("heldout_loss", "losses", "epoch", "train_losses")
         values = {"scalars": result.scalars.as_dict(), **{name: getattr(result, name) for name in names}}
@@ -157,7 +160,8 @@ def search_with(
     )
 
     def timed() -> tuple[dict[str, float], float]:
-        kind, load = Annotated[dict[str, FiniteFloat], Field(min_length=1)], OtherLoad()
+        kind = Annotated[dict[str, FiniteFloat], Field(min_length=1)]
+        load = OtherLoad()
         (shares,) = loss_cache.task({"time shares": lambda: (measured(scorer, settings, watcher), 0, 0.0)}, kind)
         other = load.share()  # asked here, by all processes, because one of them has timed
         (used,) = loss_cache.task({"other load": lambda: (other, 0, 0.0)}, float)
@@ -165,17 +169,19 @@ def search_with(
 
     say_costs(problem, watcher)
     goal = goal_of(loss_cache, settings, timed)
-    rounds, exchanges = list[Round](), list[dict[str, Any]]()
+    rounds = list[Round]()
+    exchanges = list[dict[str, Any]]()
     if settings.search in ("greedy", "exact"):
         seconds = math.inf if settings.budget is None else seconds_of(settings.budget)
-        drop, confidence = settings.search == "greedy", settings.confidence
+        drop = settings.search == "greedy"
+        confidence = settings.confidence
         picks, rounds = eliminate(
             loss_cache, goal, drop=drop, confidence=confidence, seconds=seconds, pool=settings.pool
         )
         share = settings.exchanges if settings.exchanges is not None else SHARE if settings.target else 0.0
         if share and settings.criterion != SCALED:
-            most = share * loss_cache.spent["flops"]
-            picks, exchanges = exchange(loss_cache, goal, picks, flops=most, confidence=confidence)
+            flops_limit = share * loss_cache.spent["flops"]
+            picks, exchanges = exchange(loss_cache, goal, picks, flops=flops_limit, confidence=confidence)
     else:
         picks = rank(loss_cache, settings.search, goal, seed=settings.seed, given=settings.given)
     if not picks:

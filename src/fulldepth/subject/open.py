@@ -361,9 +361,9 @@ def _sequences_for(
     length = settings.sequence_length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
     truncate = settings.truncate
     if task == "text-classification" and source.kind == "labelled-text":
-        most = positions or WHOLE
-        length = settings.sequence_length or most
-        truncate |= settings.sequence_length is not None and length <= most  # the length that was asked for
+        longest = positions or WHOLE
+        length = settings.sequence_length or longest
+        truncate |= settings.sequence_length is not None and length <= longest  # the length that was asked for
     pad = getattr(text_config(config), "pad_token_id", None)
     processor = None
     if source.kind in IMAGES:

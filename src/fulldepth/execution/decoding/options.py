@@ -43,14 +43,14 @@ class Options:
             raise unknown("rule", self.rule, RULES)
         if self.threshold is not None and not 0 < self.threshold <= 1:
             raise FulldepthError(f"threshold is {self.threshold}; expected a number in (0, 1].")
-        for name, most, others in (
+        for name, highest, words in (
             ("min_layer", self.num_layers, ()),
             ("speculate_from", self.num_layers - 1, (None, AUTO)),
             ("draft_length", MOST_DRAFTS, (AUTO,)),
         ):
             value = getattr(self, name)
-            if value not in others and not (type(value) is int and 1 <= value <= most):
-                raise FulldepthError(f"{name} is {value!r}; expected a whole number from 1 to {most}.")
+            if value not in words and not (type(value) is int and 1 <= value <= highest):
+                raise FulldepthError(f"{name} is {value!r}; expected a whole number from 1 to {highest}.")
         if self.speculate_from is not None and self.threshold is not None:
             raise FulldepthError("threshold is for early exit, and speculate_from for drafts; set one of them.")
         for name, needed in {"rule": "threshold", "min_layer": "threshold", "draft_length": "speculate_from"}.items():

@@ -221,9 +221,9 @@ def _plan_of_few_layers(plan: Plan, copy: Anatomy) -> Plan:
         return bare
     names = {str(layer): factor_names(bare.removed, layer) for layer in range(1, copy.num_layers + 1)}
     scalars = {
-        layer: {name: document["scalars"].get(layer, {}).get(name, 1.0) for name in own}
-        for layer, own in names.items()
-        if own
+        layer: {name: document["scalars"].get(layer, {}).get(name, 1.0) for name in factors}
+        for layer, factors in names.items()
+        if factors
     }
     return bare.changed(scalars=scalars, **{name: document[name] for name in ("healed_loss", "control_loss")})
 
@@ -251,10 +251,10 @@ def _export(
     source = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
     plan.check_model(loaded)
     stock = check_format(loaded, plan, file_format)
-    chosen = chosen_tokenizer(settings, tokenizer)
+    saved_tokenizer = chosen_tokenizer(settings, tokenizer)
     check_free(target, file_format.least_bytes(stock, plan, settings.gguf_type))
-    if not single and isinstance(chosen, str | Path):
-        load_tokenizer(chosen, **hub)  # a wrong name is refused before the weights are written
+    if not single and isinstance(saved_tokenizer, str | Path):
+        load_tokenizer(saved_tokenizer, **hub)  # a wrong name is refused before the weights are written
     if not is_trial and size_of(loaded) >= LARGE:
         rehearse(plan, loaded, format, target, settings, tokenizer)
     reader = file_format.reader_of(stock.model)
@@ -292,7 +292,7 @@ def _export(
         if file_format.reader == "carried":
             notes.append(f"The code in this folder was tested with transformers {', '.join(TESTED_TRANSFORMERS)}.")
         notes += restore_outputs(asked, part)
-        notes += save_tokenizer(chosen, (plan.data.get("tokenizer"), source, plan.model.name), part, **hub)
+        notes += save_tokenizer(saved_tokenizer, (plan.data.get("tokenizer"), source, plan.model.name), part, **hub)
         publish_older_tokenizer(part)
         strip_foreign_code(part, carries_code=reader == "carried")
         logit_error = prove(part, ids, expected, allowed, reader, reader_map)

@@ -179,12 +179,12 @@ def check_foldable(anatomy: Anatomy, plan: Plan) -> None:
             f"The scalars of a {type(anatomy.model).__name__} cannot be folded into its weights: {reason}. A plan "
             "without scalars (--no-fit) can be exported."
         )
-    for layer, own in plan.scalars.items():
+    for layer, factors in plan.scalars.items():
         for name in ("s_att", "s_mlp"):
-            if not own.get(name, 1.0) > 0:
+            if not factors.get(name, 1.0) > 0:
                 raise FulldepthError(
-                    f"{name} of layer {layer} is {own[name]:g}, and folding needs factors of the stream above 0. Fit "
-                    "the scalars again with a lower learning rate, or use the plan in place."
+                    f"{name} of layer {layer} is {factors[name]:g}, and folding needs factors of the stream above 0. "
+                    "Fit the scalars again with a lower learning rate, or use the plan in place."
                 )
 
 

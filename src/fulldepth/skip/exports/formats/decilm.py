@@ -94,9 +94,11 @@ class DeciLM(Format):
         for name, weight in list(weights.items()):
             if missing and ".mlp." in name:
                 if ".down_proj." not in name:
-                    weights[name] = weight.map(lambda own: pad(own, (0, 0) * (own.ndim - 1) + (0, missing)))
+                    weights[name] = weight.map(
+                        lambda unpadded: pad(unpadded, (0, 0) * (unpadded.ndim - 1) + (0, missing))
+                    )
                 elif name.endswith("weight"):
-                    weights[name] = weight.map(lambda own: pad(own, (0, missing)))
+                    weights[name] = weight.map(lambda unpadded: pad(unpadded, (0, missing)))
             if biased and name.endswith("o_proj.weight"):
                 bias = weight.map(lambda tensor: tensor.new_zeros(len(tensor)))
                 weights.setdefault(name.replace("weight", "bias"), bias)
