@@ -410,7 +410,7 @@ def open_documents(
 
 
 def is_cut(opened: Opened) -> bool:
-    """Return True if all documents are plain texts (files, novels of the built-in corpus), which are cut into pieces."""
+    """Return True if all documents are plain texts, which are cut into pieces: files, novels of the built-in corpus."""
     plain = all(file.suffix.lower() == ".txt" for file in opened.files)
     return plain if opened.files else opened.name.startswith(CORPUS)
 
