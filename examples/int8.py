@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 from fulldepth.core.progress import Watcher
 from fulldepth.data.examples import units
 from fulldepth.execution import find_anatomy
+from fulldepth.execution.heldout import HeldoutLosses, heldout_losses
+from fulldepth.results import difference_in_words
 from fulldepth.settings import layer
 from fulldepth.settings.search import PLACES, TARGETS
 from fulldepth.skip import Plan, Scalars, SearchSettings, search, skipping
-from fulldepth.skip.bench import HeldoutLosses, heldout_losses, in_words
 from fulldepth.skip.problem import read_data
 from fulldepth.subject import Subject
 
@@ -73,10 +74,12 @@ def main(model: str | PreTrainedModel, plan: str | Plan, data: Any, heldout: Any
         with skipping(anatomy, removed, plan.granularity, scalars):
             read = heldout_losses({name: one}, examples.heldout, settings.batch_size, Watcher())["loss"]
         losses = read if losses is None else replace(losses, sums={**losses.sums, **read.sums})
-        change = "" if one is original and not used else f", {in_words(losses.added(name), 'the original', held)}"
+        change = (
+            "" if one is original and not used else f", {difference_in_words(losses.added(name), 'the original', held)}"
+        )
         print(f"{name} {list(removed)}: {losses.mean(name):.4f} nats{change}")
     order = losses.added("quantised, then skipped", "skipped, then quantised")
-    print(f"Quantising first: {in_words(order, 'quantising last', held)}.")
+    print(f"Quantising first: {difference_in_words(order, 'quantising last', held)}.")
     return losses, second
 
 

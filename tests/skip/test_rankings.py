@@ -97,8 +97,8 @@ def test_groups_are_the_runs_of_smallest_angle(model):
 @pytest.mark.parametrize(
     ("words", "options"),
     [
-        ("layers, not of attention", {"granularity": "attention", "blocks": 2}),
-        ("layers, not of any", {"granularity": "any", "blocks": 2}),
+        ("removes whole layers, got --granularity attention", {"granularity": "attention", "blocks": 2}),
+        ("removes whole layers, got --granularity any", {"granularity": "any", "blocks": 2}),
         ("No run of neighbouring", {"granularity": "layer", "blocks": 2, "keep": [2, 4]}),
     ],
 )

@@ -230,7 +230,7 @@ def test_a_model_whose_scalars_cannot_be_fitted_is_refused_before_the_search():
     kind = SKIPPED["llama"]
     model = kind(kind.config_class(**tm.DECODER, skipped_attention=[2])).eval()
     begun = []
-    with refused("only layers 1, 3 do"):
+    with refused("only layers 1, 3 have one"):
         search(model, plain.examples(4, 4), 1, watcher=Watcher(begin=lambda *title: begun.append(title)))
     assert not begun
     assert search(model, plain.examples(4, 4), 1, fit=False).blocks in ([1], [3])
