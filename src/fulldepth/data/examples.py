@@ -97,7 +97,7 @@ def read_examples(
     Args:
         data: rows with a prompt and a response or with messages (as `fulldepth.data.conversations` reads), rows with
             `text` or `sentence`, `.txt` files, `corpus:builtin` (its held-out part) or `corpus:builtin/train`, a list
-            of texts or of mappings. Long plain text is several documents (`fulldepth.data.documents.text_pieces`). None
+            of texts or of mappings. Long plain text is several documents (`fulldepth.data.opening.text_pieces`). None
             = held-out data only.
         tokenizer: the model's; its chat template, if it has one, is used for pairs too.
         max_positions: most tokens that the model can read; None = any length.

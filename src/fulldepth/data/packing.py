@@ -396,6 +396,17 @@ class Packed:
         return self.train.documents + self.validation.documents
 
 
+def _check_end_of_text(files: TokenFiles, folder: Path, end_of_text: int) -> None:
+    """Refuse token files whose first document does not end with the tokenizer's end-of-text token."""
+    end = int(files.ends[files.ends > 0][0])
+    last = int(files.ids(end - 1, end)[0])
+    if last != end_of_text:
+        raise FulldepthError(
+            f"The first document in {folder} ends with the token {last}, not with the tokenizer's end-of-text token "
+            f"{end_of_text}. Give the tokenizer that made these files, and make them with eos_token."
+        )
+
+
 def pack(
     documents: Any,
     tokenizer: Any,
@@ -455,13 +466,7 @@ def pack(
         text = None
         name = tokens.name
         files = TokenFiles.of(tokens)
-        end = int(files.ends[files.ends > 0][0])
-        last = int(files.ids(end - 1, end)[0])
-        if last != encoder.end:
-            raise FulldepthError(
-                f"The first document in {tokens} ends with the token {last}, not with the tokenizer's end-of-text "
-                f"token {encoder.end}. Give the tokenizer that made these files, and make them with eos_token."
-            )
+        _check_end_of_text(files, tokens, encoder.end)
     train, held = split_tokens(files, share, seed, max_tokens)
     counts = len(train.stops), len(held.stops)
     unit, sources = ("document", None) if text is None else (text.unit, text.sources)

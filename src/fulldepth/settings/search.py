@@ -155,8 +155,8 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _given_layers_are_a_search(cls, values: Any) -> Any:
-        """Setting `given` implies `search: given`, and a target the granularity `any`."""
+    def _implied_settings(cls, values: Any) -> Any:
+        """A target implies the granularity `any`, and `given` the search `given`, unless these are stated."""
         if not isinstance(values, dict):
             return values
         if values.get("given") and "search" not in values:

@@ -169,21 +169,7 @@ def search_with(
 
     say_costs(problem, watcher)
     goal = goal_of(loss_cache, settings, timed)
-    rounds = list[Round]()
-    exchanges = list[dict[str, Any]]()
-    if settings.search in ("greedy", "exact"):
-        seconds = math.inf if settings.budget is None else seconds_of(settings.budget)
-        drop = settings.search == "greedy"
-        confidence = settings.confidence
-        picks, rounds = eliminate(
-            loss_cache, goal, drop=drop, confidence=confidence, seconds=seconds, pool=settings.pool
-        )
-        share = settings.exchanges if settings.exchanges is not None else SHARE if settings.target else 0.0
-        if share and settings.criterion != SCALED:
-            flops_limit = share * loss_cache.spent["flops"]
-            picks, exchanges = exchange(loss_cache, goal, picks, flops=flops_limit, confidence=confidence)
-    else:
-        picks = rank(loss_cache, settings.search, goal, seed=settings.seed, given=settings.given)
+    picks, rounds, exchanges = _choose(loss_cache, goal, settings)
     if not picks:
         limit = "" if settings.max_loss is None else f" within {settings.max_loss:g} nats"
         loss_cache.discard()
@@ -229,6 +215,28 @@ def search_with(
     loss_cache.discard()
     process.wait()
     return plan
+
+
+def _choose(
+    loss_cache: LossCache, goal: Goal, settings: SearchSettings
+) -> tuple[list[Variant], list[Round], list[dict[str, Any]]]:
+    """Choose the blocks to remove, in order; with the rounds of an elimination and the exchanges after it."""
+    if settings.search not in ("greedy", "exact"):
+        return rank(loss_cache, settings.search, goal, seed=settings.seed, given=settings.given), [], []
+    picks, rounds = eliminate(
+        loss_cache,
+        goal,
+        drop=settings.search == "greedy",
+        confidence=settings.confidence,
+        seconds=math.inf if settings.budget is None else seconds_of(settings.budget),
+        pool=settings.pool,
+    )
+    share = settings.exchanges if settings.exchanges is not None else SHARE if settings.target else 0.0
+    if not share or settings.criterion == SCALED:
+        return picks, rounds, []
+    flops = share * loss_cache.spent["flops"]
+    picks, exchanges = exchange(loss_cache, goal, picks, flops=flops, confidence=settings.confidence)
+    return picks, rounds, exchanges
 
 
 def _finished(folder: Path, problem: SearchProblem, process: Processes) -> Plan:
