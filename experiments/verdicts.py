@@ -135,7 +135,7 @@ def judge(paper: str, name: str, claim: dict[str, Any], runs: Runs, pool: str = 
     seeds = sorted(set.intersection(*map(set, arms)))
     judged = Judged(paper, name, claim, len(seeds))
     if len(seeds) < INDICATION:
-        return judged._replace(reason=f"an arm has {len(seeds)} seeds of the {INDICATION} that it takes")
+        return judged._replace(reason=f"an arm has {len(seeds)} of the {INDICATION} seeds that it takes")
     gate = CLAIMS["gates"].get(claim.get("gate"))
     try:
         if gate:
@@ -217,6 +217,12 @@ def composition(pool: str, runs: Runs) -> list[str]:
     return [f"## What composes, pool {pool}", "", about, "", *table, "", *advice(pool, runs), ""]
 
 
+def composes(pool: str, runs: Runs) -> bool:
+    """Return True if every arm has the seeds of an indication, so that a table of differences is worth a look."""
+    arms = arms_of(pool) if pool == "real" else runs
+    return len(arms) > 1 and all(len(runs.get(arm, {})) >= INDICATION for arm in arms)
+
+
 def differences_to_control(pool: str, runs: Runs, columns: Sequence[Column]) -> list[str]:
     """A row for every arm with runs, the control first; a column for every number that the control has."""
     control = POOLS[pool]["control"]
@@ -290,7 +296,7 @@ def page_of(files: list[Path]) -> str:
     page = ["# Claims", "", __doc__.strip().splitlines()[-1], POWER, ""]
     pools = {path.stem: load(path) for path in files if not path.stem.endswith(".timed")}
     for pool in COMPOSED:
-        if pool in pools:
+        if pool in pools and composes(pool, pools[pool]):
             page += composition(pool, pools[pool])
     for pool, runs in pools.items():
         page += table_of(pool, runs)
@@ -309,9 +315,10 @@ def main() -> None:
     page = page_of(files)
     folder = Path(sys.argv[1])
     folder.with_suffix(".md").write_text(page, encoding="utf-8")
-    if (folder / "real.jsonl").exists():
+    real = load(folder / "real.jsonl")
+    if composes("real", real):
         readme = folder.parents[1] / "README.md"
-        readme.write_text(readme_with(readme.read_text("utf-8"), load(folder / "real.jsonl")), encoding="utf-8")
+        readme.write_text(readme_with(readme.read_text("utf-8"), real), encoding="utf-8")
     print(page)
 
 
