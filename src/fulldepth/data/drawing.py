@@ -94,7 +94,7 @@ def draw_windows(
         document = int(owner[index])
         number = int(place[index])
         total = int(totals[document])
-        (name, text) = documents[document]
+        name, text = documents[document]
         start, stop = (_cut(text, part * len(text) // total) for part in (number, number + 1))
         ids = list(tokenise(text[start:stop], start == 0, stop == len(text)))
         if len(ids) >= window:

@@ -118,10 +118,10 @@ def prepare(source: Source, **options: Any) -> Sequences:
 
     For `masked-lm` the inputs are not masked; a masked copy of them is added with its targets (`Batch.masked_inputs`).
     If the tokenizer has no mask token there is neither, and `Sequences.no_targets` states the reason.
-    Plain text fills whole windows for language models; elsewhere one text, one prompt with its response or one image is
-    one sequence. A representation cuts a long plain text into several. For `seq2seq-lm` the decoder reads the target
-    shifted right by one, behind the start token, and predicts every token of the target, the tokenizer's own end
-    included. Samples are uniform, over all text or over the records, and depend on content and seed, not on order.
+    Plain text fills whole windows for language models; elsewhere one text, one response with all that precedes it, or
+    one image is one sequence. A representation cuts a long plain text into several. For `seq2seq-lm` the decoder reads
+    the target shifted right by one, behind the start token, and predicts every token of the target, the tokenizer's own
+    end included. Samples are uniform, over all text or over the records, and depend on content and seed, not on order.
 
     Args:
         source: from `open_source`; labels are taken as they are (`number_labels` gives them a model's numbers).

@@ -47,7 +47,7 @@ def read_predictions(
     parts = []
     for rows, _, logits in tiles(classifier, states, mask):
         parts.append(reduce(logits, None if targets is None else targets[rows].to(logits.device)))
-    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    return tuple(column[0] if len(column) == 1 else torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def tiles(

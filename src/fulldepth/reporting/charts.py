@@ -95,7 +95,7 @@ class Line:
         matches = [match for pair in pairs if (match := re.fullmatch(pattern, "@".join(pair)))]
         for index, match in enumerate(matches):
             groups = match.groupdict()
-            (statistic, site) = match.string.split("@")
+            statistic, site = match.string.split("@")
             labels = {name: TERMS.get(text) or label(text) for name, text in groups.items()}
             style = {"dash": DASHES[index % 4]} if "(?P" in self.statistic else {"color": self.color + index}
             yield replace(
@@ -230,7 +230,7 @@ def alone(record: Figure, source: PageSource, group: list[Line], **about: Any) -
     """Lines of one model in one figure."""
     table = source.table
     layers = source.layers
-    (low, high) = record.band or ("", "")
+    low, high = record.band or ("", "")
     drawn = [
         Drawn(
             record.values(line, table, layers), line.name, categorical(line.color)["color"],

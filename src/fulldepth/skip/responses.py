@@ -87,7 +87,7 @@ def read_prompts(data: Any, tokenizer: Any, limit: int | None = None, seed: int 
     """
     opened = open_data(data, streaming=limit is not None, suffixes=TABLES)
     rows = opened.rows()
-    (_, first) = next(opened.rows(), ("", {}))
+    _, first = next(opened.rows(), ("", {}))
     if limit is not None:
         rows = opened.sampled(list(first), limit, seed=seed)
     prompts: list[Prompt] = []

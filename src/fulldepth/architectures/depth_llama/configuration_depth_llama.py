@@ -214,7 +214,7 @@ def _checked_tree(tree: Any, num_layers: int) -> dict[int, list[int]]:
     for key, sources in tree.items():
         try:
             layer = int(key)
-            (ancestor, previous) = (index(source) for source in sources)
+            ancestor, previous = (index(source) for source in sources)
         except (TypeError, ValueError) as error:
             raise ValueError(f"tree must map a layer to [ancestor, previous], got {key!r}: {sources!r}") from error
         if not (0 <= layer < num_layers and all(EMBEDDING <= source < layer for source in (ancestor, previous))):

@@ -109,7 +109,7 @@ class Decoder:
         if input_ids.ndim != 2 or not input_ids.numel():
             raise FulldepthError(f"input_ids has shape {tuple(input_ids.shape)}; expected [B, T], not empty.")
         size = self.anatomy.model.config.get_text_config().vocab_size
-        (smallest, largest) = input_ids.aminmax()
+        smallest, largest = input_ids.aminmax()
         if not 0 <= smallest <= largest < size:
             raise FulldepthError(f"input_ids holds ids from {smallest} to {largest}; expected 0 to {size - 1}.")
         if not do_sample and (temperature, top_p, top_k) != (1.0, 1.0, 0):
