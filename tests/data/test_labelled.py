@@ -6,12 +6,12 @@ import numpy as np
 
 from fulldepth.data import ShuffledSampler, Source, open_source, train_wordpiece
 from fulldepth.data.labelled import EpochSampler, check_rows, held_out, name_classes
-from fulldepth.data.sources import DataRecord
+from fulldepth.data.records import TextRecord
 from refusals import refused
 
 
 def rows_of(texts, labels):
-    source = Source("rows", "labelled-text", [DataRecord(text=t, label=n) for t, n in zip(texts, labels, strict=True)])
+    source = Source("rows", "labelled-text", [TextRecord(text=t, label=n) for t, n in zip(texts, labels, strict=True)])
     return check_rows(source, "text-classification", name_classes(source))
 
 

@@ -71,7 +71,7 @@ def projected(clip, source):
     """[L+1, N, P] features of every layer of both towers, of length 1, and CLIP's own scores."""
     model = tf.CLIPModel.from_pretrained(clip).eval()
     processor = load_processor(str(clip), model.config.vision_config)
-    texts = [record.text for record in source.records]
+    texts = [record.caption for record in source.records]
     tokens = dict(tf.AutoTokenizer.from_pretrained(clip)(texts, padding=True, return_tensors="pt"))
     pixels = processor(images=[record.image() for record in source.records], return_tensors="pt")["pixel_values"]
     seen = model.vision_model(pixel_values=pixels, output_hidden_states=True).hidden_states
@@ -92,7 +92,7 @@ def test_across_modalities(clip, folder, tmp_path):
     )
     source = open_source(folder / "pairs.jsonl")
     images, texts, scores = projected(clip, source)
-    names = np.array([record.text for record in source.records])
+    names = np.array([record.caption for record in source.records])
     equal = names[:, None] == names[None]
     table = results.table.query("site == 'cross'").set_index(["measure", "statistic", "layer", "other"]).value
     expected = {}

@@ -10,7 +10,7 @@ from PIL import Image
 from torch.testing import assert_close
 from transformers import DetrImageProcessorPil
 
-from fulldepth.data import DataRecord
+from fulldepth.data import ImageRecord
 from fulldepth.data.batches import collate_images
 from fulldepth.data.coco import Objects
 from fulldepth.data.images import image_value
@@ -34,7 +34,7 @@ def rectangles(index):
         boxes.append((float(x), float(y), float(w), float(h)))
     image = Image.fromarray(pixels)
     objects = Objects(width, height, (0, 1, 2), tuple(boxes), (False, True, False))
-    return DataRecord(image=image_value(image, "rectangles"), objects=objects)
+    return ImageRecord(image=image_value(image, "rectangles"), objects=objects)
 
 
 def scanned(pixels):
@@ -88,7 +88,7 @@ def test_an_image_is_mirrored_by_seed_epoch_and_index_alone():
 def test_crops_and_rotations_are_spread_over_their_range():
     """A white square of 40 pixels that the model reads at 20: shifts of up to 3 pixels there are up to 6 here."""
     image = Image.new("RGB", (40, 40), "white")
-    picture, shifts = DataRecord(image=image_value(image, "square")), set()
+    picture, shifts = ImageRecord(image=image_value(image, "square")), set()
     rows = rows_of([picture], 0, AugmentationSettings(crop=3), (20, 20))
     for key in range(200):
         white = np.asarray(rows[key].image())[..., 0] == 255

@@ -7,7 +7,7 @@ from transformers import AutoImageProcessor, DetrForObjectDetection
 
 from drawn_shapes import draw, shapes, write_shapes
 from fulldepth import measure
-from fulldepth.data import DataRecord
+from fulldepth.data import ImageRecord
 from fulldepth.data.images import image_value
 from fulldepth.data.labelled import Collator
 from fulldepth.metrics import average_precision
@@ -61,7 +61,7 @@ def stock(folder):
     model = DetrForObjectDetection.from_pretrained(folder / "checkpoint-4").eval()
     processor = AutoImageProcessor.from_pretrained(folder / "checkpoint-4")
     drawn = [draw("validation", 32, index) for index in range(6)]
-    pictures = [DataRecord(image=image_value(image, "drawn"), objects=objects) for image, objects in drawn]
+    pictures = [ImageRecord(image=image_value(image, "drawn"), objects=objects) for image, objects in drawn]
     batch = Collator(processor=processor)(pictures)
     with torch.no_grad():
         return model, batch, model(**batch, output_hidden_states=True)

@@ -7,21 +7,25 @@ from fulldepth.data.opening import Documents, open_documents
 from fulldepth.data.order import ORDER, ShuffledSampler
 from fulldepth.data.packing import Packed, Windows, flatten_windows, pack
 from fulldepth.data.preparation import MASKED_SHARE, Preparation, input_texts, prepare
+from fulldepth.data.records import ConversationRecord, DataRecord, ImageRecord, TextRecord
 from fulldepth.data.sample_files import write_samples
-from fulldepth.data.sources import DataRecord, Source, choose, identities, open_source
+from fulldepth.data.sources import Source, choose, identities, open_source
 from fulldepth.data.tokens import decode_ids
 
 __all__ = [
     "MASKED_SHARE",
     "ORDER",
     "Batch",
+    "ConversationRecord",
     "DataRecord",
     "Documents",
+    "ImageRecord",
     "Packed",
     "Preparation",
     "Sequences",
     "ShuffledSampler",
     "Source",
+    "TextRecord",
     "Windows",
     "builtin_texts",
     "choose",

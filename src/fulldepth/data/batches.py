@@ -12,7 +12,7 @@ from torch import Tensor
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import reading
 from fulldepth.core.targets import IGNORE
-from fulldepth.data.sources import DataRecord
+from fulldepth.data.records import ImageRecord
 
 T = TypeVar("T")
 Batching = Literal["padded", "equal", "single"]
@@ -160,7 +160,7 @@ class Sequences:
     hash: str
     """`sha256:...` over tokens, masked tokens, targets and labels, or pixels and processor; independent of batching."""
     examples: Sequence[Any]
-    """`Example`s, or `DataRecord`s of images."""
+    """`Example`s, or `ImageRecord`s."""
     collate: Callable[[Sequence[int]], Batch] = field(repr=False)
     lengths: list[int]
     """Tokens of each sequence, special tokens included; 0 for images, whose patches the model makes."""
@@ -279,10 +279,10 @@ def collate_texts(
     )
 
 
-def collate_images(examples: Sequence[DataRecord], indices: Sequence[int], processor: Any) -> Batch:
+def collate_images(examples: Sequence[ImageRecord], indices: Sequence[int], processor: Any) -> Batch:
     """Decode the chosen images and run the (untrusted) processor on them; a `FulldepthError` names what fails."""
     records = [examples[i] for i in indices]
-    images = [example.image() for example in records if example.image is not None]
+    images = [example.image() for example in records]
     with reading(f"images with a {type(processor).__name__}"):
         processed = processor(images=images, return_tensors="pt")
         inputs = {name: value for name, value in processed.items() if isinstance(value, Tensor)}

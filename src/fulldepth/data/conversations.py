@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import datasets
 from jinja2 import TemplateError
@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from fulldepth.core.errors import FulldepthError, names_of, one_line, unknown
 from fulldepth.core.files import reading
 from fulldepth.core.progress import Watcher
+from fulldepth.data.batches import Example
 from fulldepth.data.columns import CHAT_COLUMNS, CUT_OFF, END, PROMPT_COLUMNS, Rows, require_columns, text_value
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
@@ -35,10 +36,14 @@ CLOSED = re.compile(r"(</|\[/)[^<>\[\]]*[>\]]\Z|<[^<>|]+\|>\Z")
 """The end of a mark that closes what it opens: `<think></think>`, `</think>`, `<|channel>thought<channel|>`."""
 CHUNK = 1000
 """Rows held as Python objects before they are converted to Arrow."""
+NAMED = 3
+"""Too long sequences that a message names."""
 
 Message: TypeAlias = dict[str, str]
 Prompt: TypeAlias = str | list[Message]
 """Plain text, or the messages before the response."""
+Score = Literal["responses", "all"]
+"""Tokens of a conversation that are predicted: those of the responses, or all but the first of each sequence."""
 
 
 def conversations(
@@ -232,6 +237,71 @@ def encode_turns(tokenizer: Any, example: Mapping[str, Any], where: str) -> Iter
             tokenizer, prompt, response, where, cut_off=example.get(CUT_OFF), end=example.get(END)
         )
         yield EncodedTurn(before, answer, after)
+
+
+def response_examples(
+    rows: Iterable[tuple[int, str, Mapping[str, Any]]],
+    tokenizer: Any,
+    *,
+    name: str,
+    longest: int | None = None,
+    score: Score = "responses",
+    skip_empty: bool = False,
+    truncate: bool = False,
+    advice: str,
+) -> tuple[list[Example], list[str]]:
+    """A sequence for each response, behind all that precedes it.
+
+    Args:
+        rows: document, location, and the example of `read_conversations`, of each row.
+        tokenizer: the model's.
+        name: of the data, for messages.
+        longest: most tokens of a sequence; None = any number.
+        score: tokens that are predicted.
+        skip_empty: leave out rows without a response, and responses without a token, and count them; else refuse them.
+        truncate: cut longer sequences; else refuse them.
+        advice: what a user can do about sequences that are too long.
+
+    Returns:
+        The sequences, and warnings on those that are left out or cut.
+
+    Raises:
+        FulldepthError: as `encode_turns`; for sequences that are too long, and empty rows or responses.
+    """
+    examples: list[Example] = []
+    too_long: list[tuple[int, str]] = []
+    empty = 0
+    for document, where, conversation in rows:
+        if skip_empty and not conversation:
+            empty += 1
+            continue
+        for turn in encode_turns(tokenizer, conversation, where):
+            size = len(turn.ids)
+            start, stop = (1, size) if score == "all" else turn.scored
+            if start >= stop and skip_empty:
+                empty += 1
+                continue
+            if start >= stop:
+                raise FulldepthError(f"The response of {where} has no token that can be predicted.")
+            if longest is not None and size > longest:
+                parts = f"{len(turn.before)} in the prompt, {len(turn.response)} in the response"
+                too_long.append((size, f"{where} has {size} ({parts})"))
+            examples.append(Example.of(turn.ids[:longest], start, stop, document=document))
+    warnings = empty_warning(empty, "response")
+    if too_long:
+        message = f"{len(too_long)} of {len(examples)} prompts with their responses are longer than {longest} tokens"
+        if not truncate:
+            named = "; ".join(text for _, text in too_long[:NAMED])
+            more = "; ..." if len(too_long) > NAMED else ""
+            raise FulldepthError(f"{message}; the longest has {max(too_long)[0]}. In {name}: {named}{more}. {advice}")
+        warnings.append(f"{message} and cut there.")
+    return examples, warnings
+
+
+def empty_warning(count: int, noun: str = "text") -> list[str]:
+    """A warning on texts or responses that give no token; none if there are none."""
+    what, verb = (f"1 {noun} gives", "is") if count == 1 else (f"{count} {noun}s give", "are")
+    return [f"{what} no token with this tokenizer and {verb} left out."] if count else []
 
 
 class EncodedTurn(NamedTuple):

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fulldepth.core.errors import FulldepthError
 from fulldepth.core.uncertainty import distinct, identity, ranks, sample
+from fulldepth.data.opening import Order
+from fulldepth.data.tokens import Frame, leading_ids
 
 CHARACTERS = 8
 """Characters of a piece for each token of a window; text has 3 to 6 characters a token."""
@@ -26,6 +29,8 @@ BLOCK = 4096
 FEWEST_DOCUMENTS = 3
 FEWEST_BLOCKS = 8
 """Fewest clusters of either kind from which an error is stated."""
+NOTHING = Frame()
+"""No special tokens."""
 
 
 class Window(NamedTuple):
@@ -50,6 +55,76 @@ Tokenise = Callable[[str, bool, bool], Sequence[int]]
 """(text or piece of it, whether it starts there, whether it ends there) -> token ids."""
 Join = Callable[[list[int], Sequence[int]], list[int]]
 """(ids, ids of the next document) -> both."""
+
+
+def cut_windows(
+    documents: Sequence[tuple[int, str]],
+    tokenizer: Any,
+    *,
+    window: int,
+    count: int,
+    seed: int = 0,
+    order: Order = "random",
+    around: Frame = NOTHING,
+    document: Frame = NOTHING,
+    joined: bool = False,
+    least: int = 1,
+) -> DrawnWindows:
+    """Cut plain text into windows of token ids: a uniform sample of them, or the first ones.
+
+    Args:
+        documents: (identity, text) of each.
+        tokenizer: the model's.
+        window: tokens of a window, those of `around` included.
+        count: most windows.
+        seed: of the sample.
+        order: `first` takes the first windows, which cross the ends of documents if those are `joined`.
+        around: special tokens around every window.
+        document: special tokens around every document. Between joined documents the end-of-text token stands too,
+            unless the first of them ends with it, and the first document of a window has no token before it.
+        joined: join short documents until they fill a window; else they, and the ends of longer ones, are short
+            windows.
+        least: tokens of a short window, at least.
+
+    Raises:
+        FulldepthError: if a window has no room beside the tokens around it.
+    """
+    inside = window - room_taken(around, window)
+    separator = tokenizer.eos_token_id
+    framed = Frame((), document.suffix) if joined else document
+
+    def tokenise(text: str, starts: bool, ends: bool) -> list[int]:
+        return framed.ids(tokenizer, text, starts, ends) if text.strip() else []
+
+    def leading(text: str, needed: int) -> list[int]:
+        ids = leading_ids(tokenizer, text, needed)
+        return framed.wrap(ids) if ids else []
+
+    def join(ids: list[int], following: Sequence[int]) -> list[int]:
+        between = [separator] if separator is not None and ids[-1] != separator else []
+        return [*ids, *between, *document.prefix, *following]
+
+    joining = join if joined else None
+    if order == "first":
+        texts = (text for _, text in documents)
+        drawn = first_windows(texts, leading, window=inside, count=count, join=joining)
+    else:
+        drawn = draw_windows(documents, tokenise, window=inside, count=count, seed=seed, join=joining, least=least)
+    return drawn._replace(windows=[cut._replace(ids=around.wrap(cut.ids)) for cut in drawn.windows])
+
+
+def room_taken(frame: Frame, length: int) -> int:
+    """Special tokens of a sequence of `length` tokens.
+
+    Raises:
+        FulldepthError: if they leave no room for others.
+    """
+    special = len(frame.wrap([]))
+    if length <= special:
+        raise FulldepthError(
+            f"A sequence_length of {length} leaves no room beside the tokenizer's {special} special tokens."
+        )
+    return special
 
 
 def draw_windows(

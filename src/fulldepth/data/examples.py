@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ from fulldepth.core.files import Fingerprint
 from fulldepth.core.uncertainty import identity, plural
 from fulldepth.data.batches import Example, id_bytes
 from fulldepth.data.columns import CHAT_COLUMNS, LABEL_COLUMNS, PROMPT_COLUMNS, TEXT_COLUMNS
-from fulldepth.data.conversations import encode_turns, read_conversations
+from fulldepth.data.conversations import read_conversations, response_examples
 from fulldepth.data.corpus import CORPUS
-from fulldepth.data.drawing import draw_windows
+from fulldepth.data.drawing import cut_windows
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import PIECES, is_cut, open_data, sampled_texts
 from fulldepth.data.tokens import Frame, check_positions, check_vocabulary
@@ -179,8 +179,15 @@ def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit:
             raise FulldepthError(f"{opened.name} is empty. Expected rows with {EXPECTED}.")
         if row.keys() & {*CHAT_COLUMNS} or any(row.keys() >= {*pair} for pair in PROMPT_COLUMNS):
             rows = opened.rows() if limit is None else opened.sampled(list(row), limit, seed=seed)
-            pairs = _pairs(opened.name, read_conversations(rows, tokenizer), tokenizer, longest)
-            return _Part(opened.name, "pairs", "row", pairs)
+            numbered = enumerate(read_conversations(rows, tokenizer))
+            examples, _ = response_examples(
+                ((document, where, conversation) for document, (where, conversation) in numbered),
+                tokenizer,
+                name=opened.name,
+                longest=longest,
+                advice="Pairs to search with are never cut: leave them out, or shorten them.",
+            )
+            return _Part(opened.name, "pairs", "row", examples)
         if not any(column in row for column in TEXT_COLUMNS):
             raise FulldepthError(
                 f"{where} has none of the columns to search with. Got: {names_of(row)}. Expected: {EXPECTED}."
@@ -190,51 +197,12 @@ def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit:
     sampled = sampled_texts(opened, window, limit, seed)
     sources = [number for number, _ in sampled]
     unit = PIECES if is_cut(opened) or len(set(sources)) < len(sources) else "document"
-    examples = _windows(opened.name, [text for _, text in sampled], tokenizer, window, limit, seed)
-    return _Part(opened.name, "text", unit, examples, warnings, sources)
-
-
-def _windows(
-    name: str, texts: Sequence[str], tokenizer: Any, window: int, limit: int | None, seed: int
-) -> list[Example]:
-    """Windows of at most a number of tokens, each within a document; with a limit a uniform sample of them.
-
-    The end of a document is a shorter window, dropped if it is a single token.
-    """
-    documents = [(identity(text), text) for text in texts]
-    frame = Frame.of(tokenizer, (text for text in texts if text.strip()))
-
-    def tokenise(text: str, starts: bool, ends: bool) -> list[int]:
-        return frame.ids(tokenizer, text, starts, ends) if text.strip() else []
-
-    drawn = draw_windows(documents, tokenise, window=window, count=limit or MOST_WINDOWS, seed=seed, least=2)
+    documents = [(identity(text), text) for _, text in sampled]
+    frame = Frame.of(tokenizer, (text for _, text in documents if text.strip()))
+    drawn = cut_windows(
+        documents, tokenizer, window=window, count=limit or MOST_WINDOWS, seed=seed, document=frame, least=2
+    )  # the end of a document is a shorter window, dropped if it is a single token
     if not drawn.windows:
-        raise FulldepthError(f"{name} has nothing to predict: each of its documents is blank or a single token.")
-    return [
-        Example.of(drawn_window.ids, 1, len(drawn_window.ids), document=drawn_window.document)
-        for drawn_window in drawn.windows
-    ]
-
-
-def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: int | None) -> list[Example]:
-    """An example for each response, with labels on its tokens."""
-    examples: list[Example] = []
-    too_long: list[str] = []
-    for document, (where, row) in enumerate(rows):
-        for turn in encode_turns(tokenizer, row, where):
-            size = len(turn.ids)
-            if longest is not None and size > longest:
-                too_long.append(
-                    f"{where} has {size} ({len(turn.before)} in the prompt, {len(turn.response)} in the response)"
-                )
-            start, stop = turn.scored
-            if start >= stop:
-                raise FulldepthError(f"The response of {where} has no token that can be predicted.")
-            examples.append(Example.of(turn.ids, start, stop, document=document))
-    if too_long:
-        raise FulldepthError(
-            f"{len(too_long)} of the {len(examples)} prompts with their responses in {name} are longer than {longest} "
-            f"tokens, and pairs are never cut: {'; '.join(too_long[:5])}{'; ...' if len(too_long) > 5 else ''}. "
-            "Leave them out, or shorten them."
-        )
-    return examples
+        raise FulldepthError(f"{opened.name} has nothing to predict: each of its documents is blank or a single token.")
+    examples = [Example.of(cut.ids, 1, len(cut.ids), document=cut.document) for cut in drawn.windows]
+    return _Part(opened.name, "text", unit, examples, warnings, sources)

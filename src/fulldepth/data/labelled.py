@@ -17,7 +17,8 @@ from fulldepth.core.uncertainty import sample
 from fulldepth.data.batches import collate_images, collate_texts
 from fulldepth.data.columns import LABEL_COLUMNS
 from fulldepth.data.order import ShuffledSampler
-from fulldepth.data.sources import SKIP, DataRecord, Source, identities
+from fulldepth.data.records import DataRecord, ImageRecord, TextRecord
+from fulldepth.data.sources import SKIP, Source, identities
 
 MOST_READ = 200_000
 """Images up to which all are decoded before training; of more, damaged ones are found when they are read."""
@@ -71,7 +72,6 @@ def number_labels(
     for record in source.records:
         try:
             label = record.label
-            objects = record.objects
             if label is not None and classes:
                 label = numbers[label] if 0 <= label < len(numbers) else None
                 if label is None:
@@ -81,16 +81,16 @@ def number_labels(
                     raise FulldepthError(f"{record.where}: its label ({one_line(stated_name, 60)}) is {stranger}")
             elif label is None and required and not boxes:
                 raise FulldepthError(f"{record.where} has no label.")
-            digest = _digest(record, read)
-            if objects is not None and classes:
-                unknown = [number for number in objects.classes if numbers[number] is None]
+            numbered = replace(record, label=label, digest=_digest(record, read))
+            if isinstance(numbered, ImageRecord) and numbered.objects is not None and classes:
+                unknown = [number for number in numbered.objects.classes if numbers[number] is None]
                 if unknown:
                     stated_name = one_line(source.class_names[unknown[0]], 60)
                     bad += [f"{record.where}: an object is a {stated_name}, which is {stranger}"] * len(unknown)
                     if not skip_bad:
                         raise FulldepthError(bad[0])
-                objects = objects.numbered(numbers)
-            records.append(replace(record, label=label, objects=objects, digest=digest))
+                numbered = replace(numbered, objects=numbered.objects.numbered(numbers))
+            records.append(numbered)
         except FulldepthError as error:
             if not skip_bad:
                 raise FulldepthError(f"{error} {SKIP}") from error
@@ -106,11 +106,13 @@ def number_labels(
 
 
 def _digest(record: DataRecord, read: bool) -> bytes:
-    if record.image is not None:
+    """SHA-256 of a row's content: of an image that is read, or of its place; of its texts."""
+    if isinstance(record, ImageRecord):
         if read:
             record.image()  # finds damaged files before the model runs
         return hashlib.sha256(record.image.content() if read else record.where.encode()).digest()
-    if not (record.text or "").strip():
+    assert isinstance(record, TextRecord)
+    if record.is_blank:
         raise FulldepthError(f"{record.where} has no text.")
     sha = hashlib.sha256()
     for text in (record.text, record.second):

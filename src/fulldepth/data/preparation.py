@@ -23,10 +23,11 @@ from fulldepth.data.batches import (
     id_bytes,
 )
 from fulldepth.data.columns import CONVERSATIONS
-from fulldepth.data.conversations import encode_turns, read_conversations
-from fulldepth.data.drawing import block_clusters, draw_windows, first_windows
+from fulldepth.data.conversations import Score, empty_warning, read_conversations, response_examples
+from fulldepth.data.drawing import block_clusters, cut_windows, room_taken
 from fulldepth.data.opening import Order
-from fulldepth.data.sources import SKIP, DataRecord, Source, choose, contents, identities
+from fulldepth.data.records import ConversationRecord, ImageRecord, TextRecord
+from fulldepth.data.sources import SKIP, Source, choose, contents, identities
 from fulldepth.data.tokens import (
     Frame,
     WordFinder,
@@ -53,9 +54,6 @@ MASKED_SHARE = 0.15
 NO_MASK = "the tokenizer has no mask token, so no token can be predicted from the others"
 Bos = Literal["auto", "always", "never"]
 """Whether a window of text begins with the BOS token: as the tokenizer begins a text, always, or never."""
-
-Score = Literal["responses", "all"]
-"""Tokens of a conversation that are predicted: those of the responses, or all but the first of each sequence."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,9 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     kind = source.kind
     if tokenizer is None:
         raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
-    filled = [index for index, record in enumerate(source.records) if not record.is_blank]
+    is_chat = kind in CONVERSATIONS
+    records: Sequence[TextRecord | ConversationRecord] = source.of(ConversationRecord if is_chat else TextRecord)
+    filled = [index for index, record in enumerate(records) if not record.is_blank]
     if not filled:
         raise FulldepthError(f"{source.name} has no text: every record is blank.")
     warnings = list(source.warnings)
@@ -173,15 +173,17 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         sampled = choose([names[i] for i in filled], plan.max_sequences, plan.seed, plan.order)
         filled = [filled[i] for i in sampled]
         names = contents(source)
-    given = [replace(source.records[i], identity=names[i]) for i in filled]
-    pairs = task == "representation" and any(record.second is not None for record in given)
-    if kind in CONVERSATIONS:
+    chosen = replace(source, records=[replace(records[i], identity=names[i]) for i in filled])
+    if is_chat:
         encode = _translation if task == SEQ2SEQ else _conversations
-        examples, unit, no_error, documents = encode(given, plan, warnings)
-    elif plan.windowed(kind) and not pairs:
-        examples, unit, no_error, documents = _windows(given, plan, warnings)
+        examples, unit, no_error, documents = encode(chosen.of(ConversationRecord), plan, warnings)
     else:
-        examples, unit, no_error, documents = _one_by_one(source, given, plan, warnings)
+        given = chosen.of(TextRecord)
+        pairs = task == "representation" and any(record.second is not None for record in given)
+        if plan.windowed(kind) and not pairs:
+            examples, unit, no_error, documents = _windows(given, plan, warnings)
+        else:
+            examples, unit, no_error, documents = _one_by_one(source, given, plan, warnings)
     if not examples:
         raise FulldepthError(" ".join([f"{source.name} gives no sequence with this tokenizer.", *warnings]))
     masks = task == "masked-lm" and tokenizer.mask_token_id is not None
@@ -229,7 +231,7 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     )
 
 
-def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
+def _windows(given: Sequence[TextRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """Windows of plain text. For a causal model they begin as `plan.bos` says; for others each has special tokens
     around it, and as a representation a short document, or the end of one, is a short window.
     """
@@ -237,30 +239,24 @@ def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]
     tokenizer = plan.tokenizer
     length = plan.longest if task == "representation" else plan.sequence_length
     check_positions(length, plan.max_positions)
-    documents = [(int(r.identity or 0), text) for r in given for text in (r.text, r.second) if text]
+    documents = [(int(record.identity or 0), text) for record in given for text in record.texts]
     frame = Frame.of(tokenizer, (text for _, text in documents))
-    outer = frame
-    inner = Frame()
+    around = frame
+    document = Frame()
     if task == "causal-lm":
-        outer = Frame(_opening(frame, plan, warnings))
-        inner = Frame(frame.prefix if outer.prefix else (), frame.suffix)
-    separator = tokenizer.eos_token_id
-
-    def join(ids: list[int], following: Sequence[int]) -> list[int]:
-        between = [separator] if separator is not None and ids[-1] != separator else []
-        return [*ids, *between, *inner.prefix, *following]
-
-    def leading(text: str, needed: int) -> list[int]:
-        ids = leading_ids(tokenizer, text, needed)
-        return [*ids, *inner.suffix] if ids else []
-
-    size = {"window": _room(length, outer), "count": plan.max_sequences}
-    joined = None if task == "representation" else join
-    if plan.order == "first":
-        drawn = first_windows((text for _, text in documents), leading, join=joined, **size)
-    else:
-        tokenise = partial(Frame((), inner.suffix).ids, tokenizer)
-        drawn = draw_windows(documents, tokenise, seed=plan.seed, join=joined, **size)
+        around = Frame(_opening(frame, plan, warnings))
+        document = Frame(frame.prefix if around.prefix else (), frame.suffix)
+    drawn = cut_windows(
+        documents,
+        tokenizer,
+        window=length,
+        count=plan.max_sequences,
+        seed=plan.seed,
+        order=plan.order,
+        around=around,
+        document=document,
+        joined=task != "representation",
+    )
     if drawn.left_over:
         warnings.append(f"{drawn.left_over} tokens at the ends of documents do not fill a sequence and are left out.")
     typed = _has_types(tokenizer, documents[0][1])
@@ -268,7 +264,7 @@ def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]
     names = [first[text] for _, text in documents]
     clusters, unit, no_error = block_clusters(drawn.windows, names)
     windows = zip(drawn.windows, clusters, strict=True)
-    examples = [_example(outer.wrap(window.ids), task, typed, document=cluster) for window, cluster in windows]
+    examples = [_example(window.ids, task, typed, document=cluster) for window, cluster in windows]
     return examples, unit, no_error, len({names[window.document] for window in drawn.windows})
 
 
@@ -282,7 +278,7 @@ def _opening(frame: Frame, plan: Preparation, warnings: list[str]) -> tuple[int,
     return (plan.tokenizer.bos_token_id,)
 
 
-def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
+def _one_by_one(source: Source, given: Sequence[TextRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """One sequence per text or pair of texts, with special tokens. Long texts are cut off.
 
     A classifier's labelled texts that are too long are refused or left out, unless `plan.truncate`. Texts without a
@@ -291,12 +287,12 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
     task = plan.task
     tokenizer = plan.tokenizer
     longest_sequence = plan.longest
-    texts = [record.text or "" for record in given]
+    texts = [record.text for record in given]
     frame = Frame.of(tokenizer, texts)
     typed = _has_types(tokenizer, texts[0])
     if source.kind == "text" and task == "causal-lm":
         frame = Frame(_opening(frame, plan, warnings), frame.suffix)
-    room = _room(longest_sequence, frame)
+    room = longest_sequence - room_taken(frame, longest_sequence)
     examples: list[Example | None] = []
     cut: list[int] = []
     for index, (record, text) in enumerate(zip(given, texts, strict=True)):
@@ -317,7 +313,7 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
         example = _example(wrapped, task, types, class_index=record.class_index, document=record.identity)
         examples.append(example if ids else None)
     empty = examples.count(None)
-    warnings += _empty_warning(empty)
+    warnings += empty_warning(empty)
     noun = "text is" if len(cut) == 1 else "texts are"
     if cut and not plan.truncate and source.kind == "labelled-text" and task == "text-classification":
         first = given[cut[0]]
@@ -339,40 +335,30 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
     return [example for example in examples if example is not None], unit, None, None
 
 
-def _conversations(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
+def _conversations(given: Sequence[ConversationRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """A sequence for each response, behind all that precedes it; see `fulldepth.data.conversations`."""
-    longest = plan.longest
-    examples: list[Example] = []
-    lengths: list[int] = []
-    empty = 0
-    rows = (
-        (record.where, record.conversation or {"prompt": record.prompt, "response": record.response})
-        for record in given
+    conversations = read_conversations(((record.where, record.conversation) for record in given), plan.tokenizer)
+    examples, found = response_examples(
+        (
+            (int(record.identity or 0), where, conversation)
+            for record, (where, conversation) in zip(given, conversations, strict=True)
+        ),
+        plan.tokenizer,
+        name="the sample",
+        longest=plan.longest,
+        score=plan.score,
+        skip_empty=True,
+        truncate=plan.truncate,
+        advice=(
+            f"sequence_length is {plan.sequence_length}, the model's positions are "
+            f"{plan.max_positions or 'not limited'}. Raise sequence_length, or ask for truncation."
+        ),
     )
-    for record, (where, conversation) in zip(given, read_conversations(rows, plan.tokenizer), strict=True):
-        if not conversation:
-            empty += 1
-            continue
-        for turn in encode_turns(plan.tokenizer, conversation, where):
-            start, stop = (1, len(turn.ids)) if plan.score == "all" else turn.scored
-            if start >= stop:
-                empty += 1
-                continue
-            lengths.append(len(turn.ids))
-            examples.append(Example.of(turn.ids[:longest], start, stop, document=record.identity))
-    warnings += _empty_warning(empty, "response")
-    if too_long := sum(length > longest for length in lengths):
-        message = f"{too_long} of {len(lengths)} prompts with their responses are longer than {longest} tokens"
-        if not plan.truncate:
-            raise FulldepthError(
-                f"{message}; the longest has {max(lengths)}. sequence_length is {plan.sequence_length}, the model's "
-                f"positions are {plan.max_positions or 'not limited'}. Raise sequence_length, or ask for truncation."
-            )
-        warnings.append(f"{message} and cut there.")
+    warnings += found
     return examples, "row", None, None
 
 
-def _translation(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
+def _translation(given: Sequence[ConversationRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """Sequences for both stacks of an encoder-decoder."""
     if plan.start is None:
         raise FulldepthError("An encoder-decoder needs decoder_start_token_id in its configuration.")
@@ -384,7 +370,7 @@ def _translation(given: Sequence[DataRecord], plan: Preparation, warnings: list[
     length = plan.sequence_length
     pairs = [(record.prompt or "", record.response or "") for record in given]
     frame = Frame.of(tokenizer, chain.from_iterable(pairs))
-    room = _room(length, frame)
+    room = length - room_taken(frame, length)
     start = torch.tensor([plan.start])
     examples = []
     cut = 0
@@ -402,28 +388,13 @@ def _translation(given: Sequence[DataRecord], plan: Preparation, warnings: list[
 def input_texts(source: Source) -> Source:
     """The input texts of pairs, for an encoder alone."""
     records = [
-        DataRecord(text=record.prompt, where=record.where, identity=name)
-        for record, name in zip(source.records, identities(source), strict=True)
+        TextRecord(text=record.prompt or "", where=record.where, identity=name)
+        for record, name in zip(source.of(ConversationRecord), identities(source), strict=True)
         if (record.prompt or "").strip() and (record.response or "").strip()
     ]
     if not records:
         raise FulldepthError(f"{source.name} has no pair of two texts.")
     return Source(source.name, "labelled-text", records, warnings=source.warnings)
-
-
-def _empty_warning(count: int, noun: str = "text") -> list[str]:
-    what, verb = (f"1 {noun} gives", "is") if count == 1 else (f"{count} {noun}s give", "are")
-    return [f"{what} no token with this tokenizer and {verb} left out."] if count else []
-
-
-def _room(length: int, frame: Frame) -> int:
-    """Tokens of a sequence beside the special ones, at least 1."""
-    special = len(frame.wrap([]))
-    if length <= special:
-        raise FulldepthError(
-            f"A sequence_length of {length} leaves no room beside the tokenizer's {special} special tokens."
-        )
-    return length - special
 
 
 def _has_types(tokenizer: Any, text: str) -> list[int] | None:
@@ -460,12 +431,11 @@ def _images(source: Source, plan: Preparation) -> Sequences:
         )
     names = identities(source)
     sampled = choose(names, plan.max_sequences, plan.seed, plan.order)
-    records = source.select(sampled).records
+    records = source.select(sampled).of(ImageRecord)
     processor = plan.processor
     settings = processor.to_dict() if hasattr(processor, "to_dict") else type(processor).__name__
     fingerprint = Fingerprint(plan.task, json.dumps(settings, sort_keys=True, default=str))
     for record in records:
-        assert record.image is not None
         try:
             image = record.image()  # also finds corrupt files before the model runs
         except FulldepthError as error:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from PIL import ImageOps
+from typing import Any, TypeVar
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import Fingerprint
-from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import distinct, identity, sample
 from fulldepth.data.coco import Objects
 from fulldepth.data.columns import (
@@ -26,66 +22,16 @@ from fulldepth.data.columns import (
     require_columns,
     text_value,
 )
-from fulldepth.data.images import StoredImage, image_value
+from fulldepth.data.images import image_value
 from fulldepth.data.opening import Opened, Order, open_data
+from fulldepth.data.records import ConversationRecord, DataRecord, ImageRecord, TextRecord
 
 MOST_CLASSES = 10**6
 DIGITS = re.compile(r"-?\d+")
 """A label that is a number."""
 SKIP = "--skip-bad (in training: data.skip_bad=true) leaves such rows out and counts them."
 """Remedy for a bad row."""
-
-
-@dataclass(frozen=True, slots=True)
-class DataRecord:
-    """One row: a text or a pair of texts, a prompt with its response, or an image, which is an example as it is."""
-
-    text: str | None = None
-    second: str | None = None
-    """The second text of a pair such as premise and hypothesis."""
-    prompt: str | None = None
-    response: str | None = None
-    conversation: Mapping[str, Any] | None = None
-    """The columns of a prompt with its response, or of a chat, for `fulldepth.data.conversations`. If prompt and
-    response are texts, they also stand above."""
-    image: StoredImage | None = None
-    """Decodes the image to RGB when called. Its caption, if it has one, is `text`."""
-    label: int | None = None
-    """Class index, None where unknown."""
-    objects: Objects | None = None
-    """Classes and boxes of the objects in the image; None for data without boxes."""
-    where: str = ""
-    """Location in the data, for messages."""
-    identity: int | None = None
-    """See `fulldepth.core.uncertainty.identity`; None = that of its content, see `identities`."""
-    digest: bytes = b""
-    """SHA-256 of its content without the label; empty before `number_labels`."""
-
-    @property
-    def is_blank(self) -> bool:
-        """True if a text that the record needs is blank; messages are checked when they are encoded."""
-        if self.messages is not None:
-            return False
-        needed = (self.text,) if self.conversation is None and self.prompt is None else (self.prompt, self.response)
-        return not all((text or "").strip() for text in needed)
-
-    @property
-    def messages(self) -> str | None:
-        """The conversation as JSON, if it is not a prompt and a response that are texts."""
-        if self.conversation is None or self.prompt is not None:
-            return None
-        return json.dumps(self.conversation, sort_keys=True, default=str)
-
-    @property
-    def class_index(self) -> int:
-        """Its label, -100 if unknown."""
-        return IGNORE if self.label is None else self.label
-
-    def mirrored(self) -> DataRecord:
-        """The image and its boxes, with left and right exchanged."""
-        assert self.image is not None
-        objects = None if self.objects is None else self.objects.mirrored()
-        return replace(self, image=self.image.changed(ImageOps.mirror), objects=objects)
+Record = TypeVar("Record", bound=DataRecord)
 
 
 @dataclass(frozen=True)
@@ -104,7 +50,7 @@ class Source:
     @property
     def captioned(self) -> bool:
         """True if these are images with a text each."""
-        return self.kind == "images" and any(record.text is not None for record in self.records)
+        return self.kind == "images" and any(record.caption is not None for record in self.of(ImageRecord))
 
     @property
     def num_classes(self) -> int | None:
@@ -123,15 +69,26 @@ class Source:
         """
         fingerprint = Fingerprint(self.kind, str(len(self.class_names)), *self.class_names)
         for record in self.records:
-            for text in (record.text, record.second, record.prompt, record.response):
+            for text in _texts_of(record):
                 fingerprint.add(b"" if text is None else b"=" + text.encode("utf-8", "surrogatepass"))
-            if record.messages is not None:
+            if isinstance(record, ConversationRecord) and record.messages is not None:
                 fingerprint.add(record.messages.encode("utf-8", "surrogatepass"))
             fingerprint.add(str(record.label).encode())
-            if record.objects is not None:
+            if isinstance(record, ImageRecord) and record.objects is not None:
                 fingerprint.add(repr(record.objects).encode())
-            fingerprint.add(b"" if record.image is None else b"=" + record.image.content())
+            fingerprint.add(b"=" + record.image.content() if isinstance(record, ImageRecord) else b"")
         return str(fingerprint)
+
+    def of(self, kind: type[Record]) -> list[Record]:
+        """The records, typed as the one kind that all of them are.
+
+        Raises:
+            TypeError: if one is of another kind.
+        """
+        records = [record for record in self.records if isinstance(record, kind)]
+        if len(records) < len(self.records):
+            raise TypeError(f"{self.name} holds {self.kind}, and not only {kind.__name__}s.")
+        return records
 
     def select(self, indices: Iterable[int]) -> Source:
         """The records of these indices."""
@@ -204,7 +161,7 @@ def open_source(
             break  # else no label is known, so it will be cut into windows
     if windows is not None and order == "random" and source.kind == "text":
         # windows are drawn by the text of a document alone, so that stored results can be made again
-        records = [replace(record, identity=identity(record.text or "")) for record in source.records]
+        records = [replace(record, identity=identity(record.text)) for record in source.of(TextRecord)]
         source = replace(source, records=records)
     return source
 
@@ -243,9 +200,9 @@ def _source(
         if columns.second is not None and (second is not None or not images):
             second = text_value(second, f"{where}, {columns.second!r}")
         if images:
-            records.append(DataRecord(text=second, image=first, objects=row.get("objects"), where=where))
+            records.append(ImageRecord(caption=second, image=first, objects=row.get("objects"), where=where))
         else:
-            records.append(DataRecord(text=first, second=second, where=where))
+            records.append(TextRecord(text=first, second=second, where=where))
     warnings = list(opened.warnings)
     everything = labels
     if opened.is_stream:
@@ -266,13 +223,13 @@ def _source(
     return Source(opened.name, kind, records, classes, tuple(warnings))
 
 
-def _conversation(row: Mapping[str, Any], columns: Columns, where: str) -> DataRecord:
+def _conversation(row: Mapping[str, Any], columns: Columns, where: str) -> ConversationRecord:
     """The record of a chat, or of a prompt with its response: two texts, or lists of messages."""
     conversation = {name: row[name] for name in (*columns.required, *RESPONSE_COLUMNS) if name in row}
     if columns.second is None or isinstance(row[columns.first], list):
-        return DataRecord(conversation=conversation, where=where)
+        return ConversationRecord(conversation=conversation, where=where)
     prompt, response = (text_value(row[name], f"{where}, {name!r}") for name in (columns.first, columns.second))
-    return DataRecord(prompt=prompt, response=response, conversation=conversation, where=where)
+    return ConversationRecord(prompt=prompt, response=response, conversation=conversation, where=where)
 
 
 def identities(source: Source) -> list[int]:
@@ -284,12 +241,24 @@ def contents(source: Source) -> list[int]:
     """Identity of each record's content, its unit of independence: as `identities`, but the same for equal texts."""
     numbers = []
     for record in source.records:
-        parts = (record.text, record.second, record.prompt, record.response)
-        content = [part or "" for part in parts] if record.image is None else [record.image.name or record.where]
-        if record.messages is not None:
+        if isinstance(record, ImageRecord):
+            content = [record.image.name or record.where]
+        else:
+            content = [text or "" for text in _texts_of(record)]
+        if isinstance(record, ConversationRecord) and record.messages is not None:
             content.append(record.messages)
         numbers.append(identity(*content) if record.identity is None else record.identity)
     return numbers
+
+
+def _texts_of(record: DataRecord) -> tuple[str | None, str | None, str | None, str | None]:
+    """Text (or caption), second text, prompt and response, in the order that hashes and identities read."""
+    if isinstance(record, TextRecord):
+        return record.text, record.second, None, None
+    if isinstance(record, ConversationRecord):
+        return None, None, record.prompt, record.response
+    assert isinstance(record, ImageRecord)
+    return record.caption, None, None, None
 
 
 def _class_indices(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.core.errors import FulldepthError
-from fulldepth.data import Source, choose, identities
+from fulldepth.data import ImageRecord, Source, TextRecord, choose, identities
 from fulldepth.data.labelled import usable_rows
 from fulldepth.execution.stream import check_close
 from fulldepth.hf import Checkpoint
@@ -44,17 +44,26 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
         FulldepthError: if an image has no text, or the projected features are not the model's own.
     """
     source = usable_rows(source, **settings.model_dump(include={"seed", "skip_bad"}), most=settings.max_sequences)
-    bare = next((n for n, record in enumerate(source.records, start=1) if not (record.text or "").strip()), None)
+    pictures = source.of(ImageRecord)
+    bare = next((n for n, record in enumerate(pictures, start=1) if not (record.caption or "").strip()), None)
     if bare is not None:
         raise FulldepthError(f"Image {bare} of {source.name} has no text; the towers are measured on pairs.")
     names = identities(source)
     pair_numbers = choose(names, settings.max_sequences, settings.seed, settings.order)
-    records = [replace(source.records[index], identity=names[index]) for index in pair_numbers]
+    records = [replace(pictures[index], identity=names[index]) for index in pair_numbers]
+    captions = [
+        TextRecord(
+            text=record.caption or "",
+            label=record.label,
+            where=record.where,
+            identity=record.identity,
+            digest=record.digest,
+        )
+        for record in records
+    ]
     data = {
         "image": Source(source.name, "images", records, source.class_names, source.warnings),
-        "text": Source(
-            source.name, "labelled-text", [replace(record, image=None) for record in records], source.class_names
-        ),
+        "text": Source(source.name, "labelled-text", captions, source.class_names),
     }
     features: dict[str, Projected] = {}
     stacks: dict[str, Results] = {}
@@ -75,7 +84,7 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
     if not torch.equal(samples["image"].keys, samples["text"].keys):
         raise FulldepthError("The towers kept different sequences; this is a defect of fulldepth.")
     _check(subjects, {name: sample.features[:, -1] for name, sample in samples.items()}, samples["image"].keys)
-    texts = [records[index].text for index in samples["text"].keys.tolist()]
+    texts = [captions[index].text for index in samples["text"].keys.tolist()]
     first = {text: number for number, text in reversed(list(enumerate(texts)))}
     numbers = cross_similarity(image, text, torch.tensor([first[text] for text in texts]))
     matched, mismatched, to_text, to_image = (float(values[-1, -1]) for values in numbers[:4])

@@ -18,7 +18,7 @@ from PIL import Image
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import Fingerprint
 from fulldepth.core.progress import Watcher
-from fulldepth.data import DataRecord, Source, open_source, prepare
+from fulldepth.data import ImageRecord, Source, TextRecord, open_source, prepare
 from fulldepth.data.labelled import (
     Collator,
     LabelledRows,
@@ -175,7 +175,9 @@ def _check_detection(config: Any, parts: Sequence[Source]) -> list[str]:
     """
     queries = getattr(config, "num_queries", math.inf)
     for rows, part in zip(parts, ("training", "validation"), strict=True):
-        objects = max((r.objects.targets for r in rows.records if r.objects is not None), default=0)
+        objects = max(
+            (record.objects.targets for record in rows.of(ImageRecord) if record.objects is not None), default=0
+        )
         if not objects:
             raise FulldepthError(
                 f"{rows.name} has no object in any {part} image (crowds do not count). Name images with boxes as "
@@ -193,7 +195,7 @@ def _check_detection(config: Any, parts: Sequence[Source]) -> list[str]:
             "objective.aligned.weights=sum)."
         )
     train = parts[0]
-    boxed = {index for record in train.records if record.objects for index in record.objects.classes}
+    boxed = {index for record in train.of(ImageRecord) if record.objects for index in record.objects.classes}
     missing = [name for index, name in enumerate(train.class_names) if index not in boxed]
     return [f"No training image has an object of {len(missing)} classes (first: {missing[0]})."] if missing else []
 
@@ -206,7 +208,7 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
     """
     watcher.say(f"Reading {settings.data.name}")
     parts, warnings = labelled_data(settings)
-    texts = [text for record in parts[0].records for text in (record.text, record.second) if text]
+    texts = [text for record in parts[0].of(TextRecord) for text in record.texts]
     tokenizer = run_tokenizer(settings, folder, arguments, watcher, texts)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -268,20 +270,21 @@ def _facts(parts: Sequence[Source], described: Fingerprint) -> dict[str, Any]:
     """Return facts for the record. Their hash covers the rows and `described`, which covers what is made from them."""
     for rows in parts:
         for record in rows.records:
-            described.add(record.digest + str(record.label if record.objects is None else record.objects).encode())
+            objects = record.objects if isinstance(record, ImageRecord) else None
+            described.add(record.digest + str(record.label if objects is None else objects).encode())
     return {
         "hash": str(described),
         "train_sequences": len(parts[0]),
         "classes": len(parts[0].class_names),
         "documents": sum(map(len, parts)),
         "clusters": sum(map(len, parts)),
-        "unit": "image" if parts[0].records[0].image is not None else "row",
+        "unit": "image" if isinstance(parts[0].records[0], ImageRecord) else "row",
     }
 
 
 def changed(
-    record: DataRecord, key: int, *, settings: AugmentationSettings, edges: Sequence[int], seed: int
-) -> DataRecord:
+    record: ImageRecord, key: int, *, settings: AugmentationSettings, edges: Sequence[int], seed: int
+) -> ImageRecord:
     """Return a randomly changed training image: mirrored with its boxes, then rotated and shifted over black.
 
     The random numbers follow from seed and key (epoch and index) alone, so they do not depend on batches, processes,
@@ -304,6 +307,6 @@ def changed(
         pixels = (round(part * size / edge) for part, size, edge in zip(shift.tolist(), image.size, edges, strict=True))
         return image.rotate(angle, Image.Resampling.BILINEAR, translate=tuple(pixels))
 
-    if record.image is not None and (settings.crop or settings.rotation):
+    if settings.crop or settings.rotation:
         return replace(record, image=record.image.changed(moved))
     return record
