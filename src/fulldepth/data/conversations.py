@@ -215,7 +215,10 @@ def as_prompt(tokenizer: Any, prompt: Prompt) -> Prompt:
     if tokenizer.chat_template:
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(prompt, str):
-        raise FulldepthError("A prompt of messages needs a chat template, which the tokenizer does not have.")
+        raise FulldepthError(
+            "The prompt is a list of messages, and the tokenizer has no chat template. Give text, or the tokenizer of "
+            "a chat model."
+        )
     return _separated(prompt)
 
 

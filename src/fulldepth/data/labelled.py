@@ -61,7 +61,7 @@ def number_labels(
     if classes and source.class_names and not named:
         ours = listed(source.class_names)
         theirs = listed(classes)
-        warnings.append(f"The data's classes ({ours}) are not the model's ({theirs}); taken in order.")
+        warnings.append(f"The data's classes ({ours}) are not the model's ({theirs}); they are matched by their order.")
     if boxes and classes and not named and len(source.class_names) > len(classes):
         raise FulldepthError(
             f"{source.name} has {len(source.class_names)} classes ({listed(source.class_names)}), the model has "
@@ -228,10 +228,10 @@ def held_out(source: Source, most: int, seed: int) -> np.ndarray:
             is_held[group] = True
             remaining -= counts_in_group
     if not is_held.any():
-        reason = "it has one image" if source.kind == "objects" else "every class has one row"
+        reason = "it has one distinct image" if source.kind == "objects" else "every class has one distinct row"
         raise FulldepthError(
-            f"No row of {source.name} can be held out for validation: {reason} only, or equal ones. Give other rows "
-            "(data.validation)."
+            f"No row of {source.name} can be held out for validation: {reason} only. Give "
+            "more rows, or others to validate on (data.validation)."
         )
     return is_held
 

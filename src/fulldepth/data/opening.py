@@ -204,7 +204,10 @@ class Opened:
                 revision = revision or HfApi().dataset_info(self.repository).sha
             return {"name": self.name, "revision": revision}
         if self.is_stream:
-            raise FulldepthError("A streamed data set of a program cannot be told from another one. Give a Dataset.")
+            raise FulldepthError(
+                "Nothing identifies a streamed data set that was made in Python, so a run on it could not resume. "
+                "Give a `datasets.Dataset`."
+            )
         return {"fingerprint": self.table._fingerprint}
 
 

@@ -70,14 +70,15 @@ def evaluate(
     """
     folder = None if output is None else Path(output)
     if settings.log_samples and folder is None:
-        raise FulldepthError("log_samples writes into the result folder, and no output is named.")
+        raise FulldepthError("--log-samples writes into the result folder; name one with --output.")
     loaded = load_tasks(settings)
     with ExitStack() as held:
         held.enter_context(claimed(folder, resume or overwrite))
         if folder is not None and (folder / ANSWERS).is_dir() and not resume:
             if not overwrite:
                 raise FulldepthError(
-                    f"{folder} holds an unfinished evaluation: continue it with resume, or start again with overwrite."
+                    f"{folder} holds an unfinished evaluation: continue it with --resume, or start again with "
+                    "--overwrite."
                 )
             shutil.rmtree(folder / ANSWERS, ignore_errors=True)
         needs = {"language", "head", "branches", "tokenizer"}
@@ -85,7 +86,7 @@ def evaluate(
         subject = held.enter_context(Subject.open(model, None, settings, needs=needs, tokenizer=tokenizer))
         if settings.apply_chat_template and not subject.tokenizer.chat_template:
             raise FulldepthError(
-                f"The tokenizer of {subject.checkpoint.name} has no chat template; leave out apply_chat_template."
+                f"The tokenizer of {subject.checkpoint.name} has no chat template; leave out --apply-chat-template."
             )
         evaluated = held.enter_context(EvaluatedModel.prepare(subject, plan))
         exit_layers = settings.exit_layers_of(evaluated.num_layers)
@@ -100,8 +101,8 @@ def evaluate(
             if results.meta.get("fingerprint") != fingerprint:
                 raise FulldepthError(
                     f"{folder} holds results of another model, other tasks (or other content of their files), other "
-                    "settings, or another version of fulldepth or lm-eval. Choose another output, or replace them "
-                    "with overwrite."
+                    "settings, or another version of fulldepth or lm-eval. Choose another --output, or replace "
+                    "them with --overwrite."
                 )
             results.save_page(folder)
         else:

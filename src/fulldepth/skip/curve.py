@@ -97,7 +97,7 @@ def curve(
         with prepared(model, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
             if (removable := len(problem.scorer.costs.able)) < settings.blocks:
                 watcher.say(
-                    f"The model has {removable} blocks: the curve ends there, not at blocks = {settings.blocks}."
+                    f"The model has {removable} blocks: the curve ends there, not at --blocks {settings.blocks}."
                 )
             plan = search_with(problem, process, watcher, output=output, resume=resume)
             read = _read(problem, plan.picks, process, watcher)

@@ -297,7 +297,7 @@ class LossCache:
             return []
         if not resume:
             raise FulldepthError(
-                f"{self.path} holds an unfinished search. Go on with it (resume), or choose another output folder."
+                f"{self.path} holds an unfinished search. Go on with it (--resume), or choose another output folder."
             )
         try:
             stored = read_document(self.path, StoredProgress, most=MOST_BYTES)

@@ -146,7 +146,7 @@ class Plan(Settings):
         if fitted != (self.control_loss is not None):
             raise FulldepthError("Of healed_loss and control_loss one is null: scalars are fitted with their control.")
         if not fitted and any(value != 1 for factors in self.scalars.values() for value in factors.values()):
-            raise FulldepthError("Some scalars are not 1, but healed_loss is null: it is not known what they do.")
+            raise FulldepthError("Some scalars are not 1, but healed_loss is null, so nothing says what they change.")
         if self.scalars or fitted:
             for number in range(1, max({*map(int, self.scalars), *(block.layer for block in removed)}) + 1):
                 scalars = self.scalars.get(str(number), {})

@@ -112,7 +112,7 @@ def _closest_run(loss_cache: LossCache, goal: Goal) -> list[Block]:
     if not runs:
         loss_cache.discard()
         raise FulldepthError(
-            "No run of neighbouring layers reaches the target. Give `groups` a nearer one, in blocks, time or bytes."
+            "No run of neighbouring layers reaches the target. Ask for fewer blocks, a lower speed-up or more bytes."
         )
     angles = _summed(loss_cache, "groups", partial(influence, runs=runs, angles=True), len(runs))
     return runs[angles.index(min(angles))][::-1]
