@@ -549,6 +549,16 @@ def test_relative_links_lead_somewhere(path):
         assert "://" in link or target.exists(), link
 
 
+def test_every_name_that_the_architecture_points_to_is_defined_there():
+    section = (ROOT / "docs" / "architecture.md").read_text().split("## Where to look")[1].split("\n## ")[0]
+    rows = [line.split("|")[2:4] for line in section.splitlines() if line.startswith("|") and "`" in line.split("|")[2]]
+    assert len(rows) > 15
+    for files, names in rows:
+        source = "\n".join((ROOT / "src" / "fulldepth" / file).read_text() for file in re.findall("`([^`]+)`", files))
+        for name in re.findall("`([^`]+)`", names):
+            assert re.search(rf"^ *(def|class) {name}\b|^{name}\b.* = ", source, re.MULTILINE), name
+
+
 def test_the_text_is_made_by_the_benchmark(tmp_path, monkeypatch):
     """`benchmarks/gallery.py` alone writes the same text again."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
