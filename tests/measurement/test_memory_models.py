@@ -72,7 +72,8 @@ def test_retrieval(measured, name):
         shares, masses = (found.mean(0) for found in distributions(trace.routing[index]))
         for statistic, heads in (("share", shares), ("mean", masses)):
             expected |= {("routing", layer, m, statistic): heads[:, m].mean() for m in range(layer)}
-            expected |= {(f"head_{h}", layer, index, statistic): heads[h, index] for h in range(len(heads))}
+            read = range(layer) if statistic == "share" else [index]
+            expected |= {(f"head_{h}", layer, m, statistic): heads[h, m] for h in range(len(heads)) for m in read}
         w_o = model.model.layers[index].self_attn.o_proj.weight.detach().numpy()
         norms = [np.linalg.norm(w_o[:, 6 * h : 6 * h + 6]) for h in range(4)]
         group = 4 // len(shares)

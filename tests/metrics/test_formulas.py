@@ -214,7 +214,8 @@ def rows_of_retrieval(world):
         for statistic, heads in zip(("mean", "share"), retrieval(tokens), strict=True):
             yield from ((("routing", layer, m, statistic), (heads[:, m].mean(), count)) for m in range(layer))
             for head in range(2):
-                yield (f"head_{head}", layer, layer - 1, statistic), (heads[head, layer - 1], count)
+                for m in range(layer) if statistic == "share" else [layer - 1]:
+                    yield (f"head_{head}", layer, m, statistic), (heads[head, m], count)
 
 
 def rows_of_expected_source(world):

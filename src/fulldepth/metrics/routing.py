@@ -132,8 +132,9 @@ def _by_head(routing: Tensor, counted: Tensor | None, shares: bool = False) -> T
 class RetrievalWeight(Measure):
     """Mean retrieval weight of every source m (column `other`) in every layer r with a router, over heads and tokens.
 
-    Site `routing` is the mean over key/value heads; site `head_h` (h from 0) is that head's self-retrieval, the weight
-    of m = r-1. `mean` is the signed weight, `share` the share of the absolute weights; they differ for kv routers only.
+    Site `routing` is the mean over key/value heads. `mean` is the signed weight, `share` the share of the absolute
+    weights; they differ for kv routers only. Site `head_h` (h from 0) is one head: `mean` is its self-retrieval, the
+    weight of m = r-1; `share` that of every source.
     """
 
     name = "retrieval_weight"
@@ -167,7 +168,7 @@ class RetrievalWeight(Measure):
         return {"mean": self.masses / counts, "share": self.shares / counts, "count": self.counts.clone()}
 
     def rows(self) -> list[Row]:
-        """Rows of both statistics: one for each layer and source, and one for each layer and head."""
+        """Rows of both statistics: for each layer and source, and for each head."""
         values = self.compute()
         rows = []
         for statistic in self.units:
@@ -177,8 +178,10 @@ class RetrievalWeight(Measure):
                 heads = values[statistic][index]
                 for source, value in enumerate(heads[:, :layer].mean(0).tolist()):
                     rows.append(self.row(statistic, value, count, layer, source, SITE))
-                for head, value in enumerate(heads[:, index].tolist()):
-                    rows.append(self.row(statistic, value, count, layer, index, f"head_{head}"))
+                first = 0 if statistic == "share" else index
+                for head, weights in enumerate(heads[:, first:layer].tolist()):
+                    for source, value in enumerate(weights, start=first):
+                        rows.append(self.row(statistic, value, count, layer, source, f"head_{head}"))
         return rows
 
 

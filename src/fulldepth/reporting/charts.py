@@ -106,7 +106,10 @@ class Line:
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class Reading:
-    """A map: one statistic over pairs of layers."""
+    """A map: one statistic over pairs of layers.
+
+    `site` may be a regular expression, whose named groups fill `variant`: one map for each site that matches.
+    """
 
     measure: str
     statistic: str
@@ -114,6 +117,15 @@ class Reading:
     reading: str = ""
     site: str | None = "residual"
     low: float | None = None
+
+    def expanded(self, table: pd.DataFrame) -> Iterator[Reading]:
+        """Yield one map for each site in the table that matches."""
+        if "(?P" not in (self.site or ""):
+            yield self
+            return
+        for site in select(table, self.measure, self.statistic)["site"].dropna().unique():
+            if match := re.fullmatch(str(self.site), site):
+                yield replace(self, site=site, variant=self.variant.format(**match.groupdict()))
 
 
 @dataclass(frozen=True, config={"extra": "forbid"})
@@ -306,9 +318,14 @@ def overlay(record: Figure, line: Line, source: PageSource, several: bool = Fals
 def maps(record: Figure, source: PageSource) -> Figures:
     """The maps of one model as variants, or the first map (or its difference) of several models side by side."""
     if "model" not in source.table.columns:
+        every = [concrete for reading in record.maps for concrete in reading.expanded(source.table)]
+        several_sites = len({reading.site for reading in every}) > 1
         return readings(
-            (reading.statistic, _heat(record, reading, cells, names, variant=reading.variant))
-            for reading in record.maps
+            (
+                str(reading.site) if several_sites else reading.statistic,
+                _heat(record, reading, cells, names, variant=reading.variant),
+            )
+            for reading in every
             for cells, names in [_cells(record, reading, source.table)]
             if len(cells)
         )
