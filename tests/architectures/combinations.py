@@ -37,6 +37,7 @@ SWITCHES = {
     "static": {"memory": "static"},
     "static-mha": {"memory": "static", "num_key_value_heads": 4},
     "static-bias": {"memory": "static", "num_key_value_heads": 1, "attention_bias": True},
+    "static-pruned": {"memory": "static", "router_top_p": 0.8},
     "dynamic": {"memory": "dynamic"},
     "dynamic-raw": {"memory": "dynamic", "router_input": "raw", "num_key_value_heads": 4},
     "dynamic-pruned": {"memory": "dynamic", "router_top_p": 0.7},
@@ -50,7 +51,18 @@ SWITCHES = {
     "tree-skipping": {"residual": "tree", "tree": {2: (-1, 0), 3: (1, 0)}, "memory": "dynamic"},
 }
 
-PUSHED = ("serial-odd", "scaled", "tree", "hyper", "static", "dynamic", "dynamic-raw", "dynamic-pruned", "kv-public")
+PUSHED = (
+    "serial-odd",
+    "scaled",
+    "tree",
+    "hyper",
+    "static",
+    "static-pruned",
+    "dynamic",
+    "dynamic-raw",
+    "dynamic-pruned",
+    "kv-public",
+)
 PUSHED += ("tree-static", "tree-dynamic")
 EVERY = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in PUSHED else pytest.mark.thorough) for name in SWITCHES]

@@ -116,6 +116,7 @@ def mixed_inputs(attention, past, current, config):
     router = attention.only("router")
     if config.memory == "static":
         weights = router.view(heads, len(sources)).softmax(-1)
+        weights = weights if config.router_top_p is None else top_p(weights, config.router_top_p)
         per_token = weights.expand(*current.shape[:2], *weights.shape)
     else:
         read = current if config.router_input == "raw" else sources[-1]

@@ -110,7 +110,7 @@ class DepthLlamaAttention(LlamaAttention):
             return
         self.memory_norm = DepthLlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if config.memory == "static":
-            self.router = StaticRouter(heads, sources)
+            self.router = StaticRouter(heads, sources, top_p=config.router_top_p)
         else:
             self.router = DynamicRouter(config.hidden_size, heads, sources, top_p=config.router_top_p)
 

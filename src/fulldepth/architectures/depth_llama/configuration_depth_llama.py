@@ -95,8 +95,8 @@ class DepthLlamaConfig(LlamaConfig):
     router_input: RouterInput = "normed"
     """Input of a dynamic router. `normed`: `LN_r(X_{r-1})` (App. E); `raw`: `X_{r-1}` (Sec. 4.3)."""
     router_top_p: float | None = None
-    """For every head and token of a dynamic router, keep only the smallest set of sources whose weights exceed this
-    (App. B); None keeps all."""
+    """For every head of a static router, and every head and token of a dynamic one, keep only the smallest set of
+    sources whose weights exceed this, in training too (App. B, Fig. 9); None keeps all."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**({"auto_map": dict(AUTO_MAP)} | kwargs))
@@ -177,11 +177,12 @@ class DepthLlamaConfig(LlamaConfig):
             "hyper_dynamic=False": (not self.hyper_dynamic, "residual", "hyper"),
             "kv_init='public'": (self.kv_init != "identity", "memory", "kv"),
             "router_input='raw'": (self.router_input != "normed", "memory", "dynamic"),
-            "router_top_p": (self.router_top_p is not None, "memory", "dynamic"),
         }
         for option, (is_set, switch, value) in needs.items():
             if is_set and (actual := getattr(self, switch)) != value:
                 raise ValueError(f"{option} needs {switch}={value!r}, got {switch}={actual!r}")
+        if self.router_top_p is not None and self.memory not in ("static", "dynamic"):
+            raise ValueError(f"router_top_p needs memory='static' or memory='dynamic', got memory={self.memory!r}")
         self.validate_architecture()
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             raise ValueError(

@@ -41,13 +41,19 @@ class StaticRouter(nn.Module):
     Args:
         num_kv_heads: H_kv.
         num_sources: r, the states that layer r (1-based) reads: X_0..X_{r-1}.
+        top_p: use, per head, only the smallest set of weights whose sum exceeds it, renormalised; a weight that is left
+            out has no gradient.
+
+    Raises:
+        ValueError: `top_p` outside (0, 1].
     """
 
     minus_infinity_prunes = ("logits",)
     """Parameters in which -inf marks a pruned weight (read by checks for broken weights)."""
 
-    def __init__(self, num_kv_heads: int, num_sources: int) -> None:
+    def __init__(self, num_kv_heads: int, num_sources: int, top_p: float | None = None) -> None:
         super().__init__()
+        self.top_p = top_p if top_p is None else _checked(top_p)
         self.logits = nn.Parameter(torch.empty(num_kv_heads, num_sources))
         self.reset_parameters()
 
@@ -57,7 +63,7 @@ class StaticRouter(nn.Module):
 
     def forward(self) -> Tensor:
         """Return the weights `[H_kv, r]`, whose rows sum to 1."""
-        return _softmax(self.logits)
+        return _softmax(_top(self.logits, self.top_p))
 
     @torch.no_grad()
     def prune(self, p: float) -> float:
@@ -110,10 +116,7 @@ class DynamicRouter(nn.Module):
         """
         logits = F.linear(x, self.weight if gain is None else self.weight * gain)
         logits = logits.unflatten(-1, (self.num_kv_heads, -1))
-        if self.top_p is not None:
-            keep = top_p_mask(_softmax(logits.detach()), self.top_p)
-            logits = logits.masked_fill(~keep, -torch.inf)
-        return _softmax(logits)
+        return _softmax(_top(logits, self.top_p))
 
     def prune(self, p: float) -> None:
         """Use only the top-`p` weights of each token from now on (LIME, App. B).
@@ -192,6 +195,13 @@ def top_p_mask(weights: Tensor, p: float) -> Tensor:
 def _softmax(logits: Tensor) -> Tensor:
     """Return the softmax over the last dimension, in float32 at least."""
     return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _top(logits: Tensor, top_p: float | None) -> Tensor:
+    """Logits `[..., r]` with -inf for the weights outside the top-p set; unchanged without `top_p`."""
+    if top_p is None:
+        return logits
+    return logits.masked_fill(~top_p_mask(_softmax(logits.detach()), top_p), -torch.inf)
 
 
 def _checked(p: float) -> float:
