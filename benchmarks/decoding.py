@@ -1,8 +1,10 @@
-"""What one decoded token costs beside a Llama of the same shape, as ratios measured in turn in one run.
+"""What one decoded token costs beside a Llama of the same shape, as ratios measured in turn in one run. With --memory:
+the peak memory of a prompt and of a decoded token, parameters left out, and the cache, as LIME's Table 6 compares them.
 
     python benchmarks/decoding.py                    # about three minutes on one core
     python benchmarks/decoding.py --sizes 24x1024 --batches 1 --groups 4
     python benchmarks/decoding.py --device cuda --sizes 12x768
+    python benchmarks/decoding.py --memory --sizes 12x768 --batches 4 --prompt 512
 
 Every model decodes one token a round after a prompt of its own cache, and forgets it again.
 """
@@ -20,8 +22,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
 from fulldepth.hf.caches import CACHE
-from meters import Run, in_turn, processor_seconds, ratios, seconds
-from rows import Goal, print_goals
+from meters import Run, in_turn, peak, processor_seconds, ratios, seconds
+from rows import MIB, Goal, print_goals
 
 KINDS: dict[str, dict[str, Any]] = {
     "serial": {},
@@ -70,12 +72,8 @@ def llama(layers: int, width: int, groups: int) -> LlamaConfig:
 def decoding(options: argparse.Namespace, layers: int, width: int, batch: int, groups: int) -> Iterator[Goal]:
     """Every kind against Llama."""
     config = llama(layers, width, groups)
-    prompt = torch.randint(0, config.vocab_size, (batch, options.prompt), generator=torch.Generator().manual_seed(0))
-    models: dict[str, Any] = {"Llama": LlamaForCausalLM(config)}
-    for name, switches in KINDS.items():
-        models[name] = DepthLlamaForCausalLM(DepthLlamaConfig.from_llama(config, **switches))
-    prompt = prompt.to(options.device)
-    steps = {name: Decoding(model.to(options.device), prompt) for name, model in models.items()}
+    models, prompt = models_and_prompt(options, config, batch)
+    steps = {name: Decoding(model, prompt) for name, model in models.items()}
     clock = processor_seconds if options.device == "cpu" and options.threads == 1 else seconds
     taken = in_turn(steps, options.device, options.budget, 10, options.tokens, clock)
     print(
@@ -86,6 +84,38 @@ def decoding(options: argparse.Namespace, layers: int, width: int, batch: int, g
     for name, switches in KINDS.items():
         goal = GOAL if "memory" in switches else None
         yield Goal(name, f"{layers} x {width}, {heads}, batch {batch}", ratios(taken, name, "Llama"), goal, quartiles)
+
+
+def memory(options: argparse.Namespace, layers: int, width: int, batch: int, groups: int) -> Iterator[Goal]:
+    """Bytes that inference holds at its peak beyond the parameters, and bytes of the cache, to those of Llama."""
+    config = llama(layers, width, groups)
+    models, prompt = models_and_prompt(options, config, batch)
+    taken: dict[str, dict[str, int]] = {}
+    for name, model in models.items():
+        Decoding(model, prompt[:1, :8])  # makes what is made once
+        held: list[Decoding] = []
+        of_prompt = peak(lambda model=model, held=held: held.append(Decoding(model, prompt)), options.device)
+        with held[0] as decode:
+            of_token = peak(decode, options.device)
+        cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in held[0].cache.layers)
+        taken[name] = {"peak of the prompt": of_prompt, "peak of a token": of_token, "cache": cached}
+    sizes = ", ".join(f"{what} {size / MIB:.1f} MiB" for what, size in taken["Llama"].items())
+    print(f"Llama, {layers} x {width}, {batch} sequences of {options.prompt} tokens: {sizes}", file=sys.stderr)
+    case = f"{layers} x {width}, {config.num_key_value_heads} key/value heads, batch {batch} x {options.prompt}"
+    for name in KINDS:
+        for what, reference in taken["Llama"].items():
+            yield Goal(f"{name}: {what}", case, [taken[name][what] / reference], None)
+
+
+def models_and_prompt(
+    options: argparse.Namespace, config: LlamaConfig, batch: int
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Llama and every kind, and a random prompt, on the device."""
+    prompt = torch.randint(0, config.vocab_size, (batch, options.prompt), generator=torch.Generator().manual_seed(0))
+    models: dict[str, Any] = {"Llama": LlamaForCausalLM(config)}
+    for name, switches in KINDS.items():
+        models[name] = DepthLlamaForCausalLM(DepthLlamaConfig.from_llama(config, **switches))
+    return {name: model.to(options.device) for name, model in models.items()}, prompt.to(options.device)
 
 
 def quartiles(values: list[float]) -> str:
@@ -107,6 +137,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of one table's part (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of one, processor time counts (default: %(default)s)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--memory", action="store_true", help="memory in place of times")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads, float32")
@@ -116,7 +147,8 @@ def main() -> None:
         for groups in options.groups
         for batch in options.batches
     ]
-    print_goals((row for case in cases for row in decoding(options, *case)), judge_times=True)
+    compare = memory if options.memory else decoding
+    print_goals((row for case in cases for row in compare(options, *case)), judge_times=True)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,13 @@ def main() -> None:
     if asked.model is not None:
         for number, texts in enumerate(groups_of(asked.data, asked.groups)):
             for kind, function in (("representational", representational), ("causal", causal)):
-                key = {"model": asked.model, "data": Path(asked.data).name, "group": number, "of": asked.groups, **settings}
+                key = {
+                    "model": asked.model,
+                    "data": Path(asked.data).name,
+                    "group": number,
+                    "of": asked.groups,
+                    **settings,
+                }
                 if any(line["key"] == key and line["kind"] == kind for line in lines):
                     continue
                 values = function(asked.model, texts, **settings)
