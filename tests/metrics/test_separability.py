@@ -5,11 +5,14 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 from sklearn.linear_model import LogisticRegression
+from sklearn.manifold import TSNE
 from sklearn.model_selection import StratifiedKFold, cross_val_score
+from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from fulldepth.metrics import Separability, separability
+from fulldepth.metrics.separability import word_map
 
 
 def oracle(features, labels, folds=5, seed=0):
@@ -47,3 +50,34 @@ def test_rows_against_scikit_learn(invented, generator, any_split, same_rows):
         expected = oracle(h, words_at[where])[statistic == "std"]
         assert row.value == pytest.approx(expected, abs=1e-6), (site, layer, statistic)
         assert row.count == 120
+
+
+def test_maps_keep_the_words_of_neighbours(invented, generator):
+    """Each word has as many places; occurrences of words that can be told apart are neighbours of their own kind."""
+    world = invented(lengths=(20,) * 12)
+    words_at = torch.arange(240).reshape(12, 20) % 3
+    apart = 20 * torch.randn(3, world.states["residual"].shape[-1], generator=generator)[words_at]
+    states = {**world.states, "residual": world.states["residual"] + apart}
+    world = world.replace(words=words_at, states=states)
+    measure = Separability(world.setup())
+    for observation in world.observations((4, 8)):
+        measure.update(observation)
+    measure.rows()
+    layers = {(entry["site"], entry["layer"]) for entry in measure.maps}
+    assert {("residual", 0), ("residual", world.layers), ("value", 1), ("value", world.layers)} <= layers
+    for entry in measure.maps:
+        places = np.concatenate([np.stack([word["x"], word["y"]], 1) for word in entry["words"]])
+        labels = np.repeat(range(3), [len(word["x"]) for word in entry["words"]])
+        assert [word["word"] for word in entry["words"]] == list(world.setup().words)
+        assert np.bincount(labels).tolist() == [80, 80, 80]
+        if entry["site"] == "residual":
+            near = KNeighborsClassifier(2).fit(places, labels)  # a point is the nearest to itself
+            assert near.score(places, labels) == 1
+
+
+def test_a_map_is_that_of_scikit_learn(generator):
+    features, _ = words(generator, 12, 6, 2.0)
+    expected = TSNE(perplexity=35 / 3, init="pca", random_state=3).fit_transform(
+        StandardScaler().fit_transform(features.double().numpy())
+    )
+    assert_allclose(word_map(features, seed=3), expected, rtol=1e-6)

@@ -41,6 +41,7 @@ from fulldepth.measurement.series import (
 from fulldepth.measurement.towers import Extra, measure_each, measure_towers
 from fulldepth.measurement.weights import nearest_tokens, num_projections
 from fulldepth.metrics.cosine import SITE
+from fulldepth.metrics.separability import Separability
 from fulldepth.results import (
     DOCUMENT,
     PAGE,
@@ -471,5 +472,6 @@ def _document(
         "headline": headline(table, setup.num_layers, Clusters.of(sequences)),
         "lens_grid": grid,
         "router_tokens": routers,
+        "word_maps": words.maps if isinstance(words := plan.measures.get("separability"), Separability) else None,
     }
     return finite(document)

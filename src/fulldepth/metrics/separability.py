@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
+from sklearn.manifold import TSNE
 from sklearn.model_selection import StratifiedKFold, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -21,6 +24,12 @@ from fulldepth.metrics.reservoir import Reservoir
 FOLDS = 5
 OCCURRENCES = 500
 """Maximum number of stored occurrences of a word, chosen by a seeded hash."""
+MAPPED = 100
+"""Maximum number of occurrences of a word on a map."""
+PERPLEXITY = 30
+"""Perplexity of t-SNE, less for few occurrences."""
+MAPS = 4
+"""Layers of a site that are mapped, from the first to the last."""
 SOLVERS = ("lbfgs", "newton-cg")
 """The second is slower and is used if the line search of the first fails."""
 
@@ -73,6 +82,16 @@ def separability(features: Tensor, labels: Tensor, folds: int = FOLDS, seed: int
     return math.nan, math.nan
 
 
+def word_map(features: Tensor, seed: int = 0) -> np.ndarray:
+    """Places of occurrences in the plane, `[N, 2]`, by t-SNE of standardised features `[N, D]`, started from PCA.
+
+    Source: van der Maaten and Hinton, "Visualizing Data using t-SNE" (2008); LIME, Fig. 6 and 15.
+    """
+    standardised = StandardScaler().fit_transform(features.detach().double().cpu().numpy())
+    perplexity = min(PERPLEXITY, (len(standardised) - 1) / 3)
+    return np.asarray(TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(standardised))
+
+
 def _balanced(labels: np.ndarray, seed: int) -> np.ndarray:
     """Return ascending indices of a random sample with as many members of every class as the smallest class has."""
     generator = np.random.default_rng(seed)
@@ -105,6 +124,8 @@ class Separability(Measure):
         }
         """Site -> one reservoir for each word."""
         self.reservoirs = nn.ModuleList(reservoir for reservoirs in self.by_site.values() for reservoir in reservoirs)
+        self.maps: list[dict[str, Any]] = []
+        """`word_map` of some layers, after `rows`: site, layer, and for each word the coordinates `x` and `y`."""
 
     def reset(self) -> None:
         """Reset the states and all reservoirs."""
@@ -128,6 +149,7 @@ class Separability(Measure):
     def compute(self) -> list[tuple[str, int, float, float, int]]:
         """Site, layer, mean and standard deviation of the accuracy, and the total number of occurrences used."""
         results = []
+        self.maps = []
         for site, reservoirs in self.by_site.items():
             samples = [reservoir.compute().features for reservoir in reservoirs]  # each [N, S, D]
             rarest = min(map(len, samples), default=0)
@@ -139,7 +161,19 @@ class Separability(Measure):
             for index in range(features.shape[1]):
                 mean, std = separability(features[:, index], labels, FOLDS, self.setup.seed)
                 results.append((site, first + index, mean, std, rarest * len(samples)))
+            for index in sorted({round(at) for at in np.linspace(0, features.shape[1] - 1, MAPS)}):
+                shown = [sample[: min(rarest, MAPPED), index] for sample in samples]
+                if all(bool(states.isfinite().all()) for states in shown):
+                    self.maps.append({"site": site, "layer": first + index, "words": self._places(shown)})
         return results
+
+    def _places(self, samples: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """The words with the coordinates of their occurrences, to three decimals, for a page."""
+        places = np.split(word_map(torch.cat(list(samples)), self.setup.seed), len(samples))
+        return [
+            {"word": word, "x": [round(float(x), 3) for x, _ in place], "y": [round(float(y), 3) for _, y in place]}
+            for word, place in zip(self.setup.words, places, strict=True)
+        ]
 
     def rows(self) -> list[Row]:
         """Two rows for each site and layer."""

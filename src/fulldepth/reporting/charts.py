@@ -22,6 +22,7 @@ from fulldepth.reporting.draw import (
     chart,
     grid,
     heat,
+    points,
     scale_without,
     set_first_apart,
     shade_key,
@@ -31,6 +32,7 @@ from fulldepth.reporting.kinds import GROUPS, SINGLE
 from fulldepth.reporting.phrases import TERMS
 from fulldepth.reporting.source import PageSource, PlottedCurve, curve_of, select
 from fulldepth.reporting.style import (
+    CATEGORICAL,
     DASHES,
     MUTED,
     SEQUENTIAL,
@@ -38,6 +40,7 @@ from fulldepth.reporting.style import (
     axis,
     by_depth,
     categorical,
+    figure,
     label,
     layer_axis,
     read_yaml,
@@ -206,13 +209,13 @@ class Figure:
 
     def finished(self, drawn: Mapping[str, go.Figure]) -> Figures:
         """Name -> figure, with the record's title and reading where the drawing has none."""
-        for figure in drawn.values():
-            about = figure.layout.meta
+        for one in drawn.values():
+            about = one.layout.meta
             about["title"] = about["title"] or self.title or f"{self.quantity} per layer"
             about["subtitle"] = about["subtitle"] or self.reading
             about["beside"] = about["beside"] or self.beside
-            figure.update_layout(title={"text": about["title"], "subtitle": {"text": about["subtitle"]}})
-        return {f"{self.name}:{key}" if key else self.name: figure for key, figure in drawn.items()}
+            one.update_layout(title={"text": about["title"], "subtitle": {"text": about["subtitle"]}})
+        return {f"{self.name}:{key}" if key else self.name: one for key, one in drawn.items()}
 
 
 @cache
@@ -223,8 +226,8 @@ def every_record() -> tuple[Figure, ...]:
 
 def readings(drawings: Iterable[tuple[str, go.Figure | None]]) -> Figures:
     """Key -> figure, for the drawings that have data; the first key becomes "", so that its name has no suffix."""
-    drawn = [(key, figure) for key, figure in drawings if figure is not None]
-    return {key if index else "": figure for index, (key, figure) in enumerate(drawn)}
+    drawn = [(key, one) for key, one in drawings if one is not None]
+    return {key if index else "": one for index, (key, one) in enumerate(drawn)}
 
 
 def lines(record: Figure, source: PageSource) -> Figures:
@@ -436,3 +439,24 @@ def profiles(record: Figure, source: PageSource) -> Figures:
     yaxis = value_axis(record.axis, record.scale)
     drawn = chart(every, xaxis=layer_axis(source.layers, record.first), yaxis=yaxis, showlegend=True)
     return readings([("", drawn and (set_first_apart(drawn) if record.scale == "zero" else drawn))])
+
+
+def word_maps(_: Figure, source: PageSource) -> Figures:
+    """Occurrences of look-alike words in the plane, one variant for each site and layer."""
+    drawn = []
+    for entry in source.meta.get("word_maps") or []:
+        site = "Value states" if entry["site"] == "value" else "Residual stream"
+        marks = [
+            points(
+                label(str(place.get("word") or "?")), place["x"], place["y"], CATEGORICAL[index % len(CATEGORICAL)],
+                "%{fullData.name}", marker={"size": 5},
+            )
+            for index, place in enumerate(entry["words"])
+        ]  # fmt: skip
+        hidden = {"showticklabels": False, "showgrid": False, "zeroline": False}
+        scatter = figure(
+            marks, xaxis=axis("", **hidden), yaxis=axis("", **hidden), height=380, hovermode="closest",
+            showlegend=True, variant=f"{site}, layer {entry['layer']}",
+        )  # fmt: skip
+        drawn.append((f"{entry['site']}_{entry['layer']}", scatter))
+    return readings(drawn)

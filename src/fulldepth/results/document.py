@@ -154,6 +154,28 @@ class LensGrid(Entries):
     samples: list[SampleEntry] | None = None
 
 
+class WordPlaces(Entries):
+    """Occurrences of a word on a map."""
+
+    word: str | None = None
+    x: list[Number]
+    y: list[Number]
+
+    @pydantic.model_validator(mode="after")
+    def _each_place_has_two_coordinates(self) -> Self:
+        if len(self.x) != len(self.y):
+            raise ValueError(f"it has {len(self.x)} x and {len(self.y)} y")
+        return self
+
+
+class WordMap(Entries):
+    """Look-alike words in the states of one layer, placed in the plane by t-SNE."""
+
+    site: str
+    layer: Annotated[int, Field(ge=0, le=MOST_LAYERS)]
+    words: list[WordPlaces]
+
+
 class LeftOutEntry(Entries):
     """A measure that the model or the data do not allow."""
 
@@ -390,6 +412,7 @@ class Document(Described):
     groups: dict[str, str | int | None] | None = None
     timings: TimingsEntry | None = None
     router_tokens: Routers | None = None
+    word_maps: list[WordMap] | None = None
     steps: list[StepEntry] | None = None
     models: list[ComparedEntry] | None = None
     next: NextEntry | None = None
