@@ -9,6 +9,7 @@ import pandas as pd
 from torch import nn
 
 from fulldepth.core.uncertainty import plural, quantile
+from fulldepth.hf.surgery import skipped_in_place
 from fulldepth.measurement.headline import Clusters
 from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import METRICS, Setup
@@ -56,6 +57,18 @@ def caveats(subject: Subject, counting: Counting, setup: Setup, table: pd.DataFr
             f"Biased CKA rests on {tokens} tokens, fewer than ten times the width ({setup.width}), and "
             "is inflated: read the debiased one."
         )
+    if skipped := skipped_in_place(subject.anatomy):
+        blocks = ", ".join(
+            f"the {part} of layer {layer}" if part != "layer" else f"layer {layer}" for layer, part in sorted(skipped)
+        )
+        lines.append(f"Measured with blocks skipped in place: {blocks}.")
+    scaled = {"residual": "the model", "reference": "the reference"}
+    for site, scale in setup.stream_scale.items():
+        if any(factor != 1 for factor in scale):
+            lines.append(
+                f"MMD compares states on the original's scale: those of {scaled[site]} are multiplied by the factors "
+                f"({min(scale):.3g} to {max(scale):.3g}) by which folding its scalars divided them."
+            )
     return [line for line in lines if line] + gaps(table, setup.num_layers)
 
 

@@ -55,6 +55,7 @@ from fulldepth.hf.checkpoint_folder import (
 from fulldepth.hf.gguf import load_gguf_config, load_gguf_model, read_header
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import factor_names
+from fulldepth.hf.stream_scale import EXPORT_NOTES
 from fulldepth.results import versions
 from fulldepth.settings import Settings
 from fulldepth.settings.exit import file_size
@@ -66,8 +67,7 @@ from fulldepth.skip.exports.formats.gguf import source_of
 from fulldepth.skip.plan import MOST_BYTES, UNHEALED, Plan, in_sample
 from fulldepth.subject import chosen_tokenizer, open_checkpoint
 
-NOTES = "fulldepth_skip.json"
-"""File of an export with its format, error, notes and plan."""
+NOTES = EXPORT_NOTES
 SCHEMA_VERSION = 1
 CODE = "modeling_skipped.py"
 """File of an export with the code of its class."""

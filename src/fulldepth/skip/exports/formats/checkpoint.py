@@ -76,6 +76,11 @@ class Draft:
         return self.folding.weight(name, loaded_weight(self.model, name, tensor))
 
     @property
+    def state_scale(self) -> list[float]:
+        """c_0..c_L of the folded model's states."""
+        return self.folding.state_scale(self.anatomy)
+
+    @property
     def blocks_name(self) -> str:
         """Path of the list of blocks from the model, as in the names of weights."""
         return next(name for name, module in self.model.named_modules() if module is self.anatomy.block_list)
