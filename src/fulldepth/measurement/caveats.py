@@ -11,6 +11,7 @@ from torch import nn
 from fulldepth.core.uncertainty import plural, quantile
 from fulldepth.hf.surgery import skipped_in_place
 from fulldepth.measurement.headline import Clusters
+from fulldepth.measurement.lens_reader import MOST_POSITIONS, PASSES, lens_limit
 from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.base import NO_FIRST
@@ -81,14 +82,16 @@ def sampling(subject: Subject, settings: MeasureSettings, setup: Setup, table: p
     sizes = {
         "reservoir_tokens": setup.reservoir_tokens,
         "counted_tokens": setup.num_tokens,
-        "lens_positions": min(targets, settings.lens_tokens or targets),
+        "lens_positions": min(targets, lens_limit(subject, settings) or targets),
         "lens_targets": targets,
         "entropy_sequences": min(setup.entropy_sequences, setup.num_sequences),
     }
     of_tokens = f"of {setup.num_tokens:,} tokens"
     parts = []
     if measured & {"lens_accuracy", "lens_loss", "saturation", "effective_depth"} and sizes["lens_positions"] < targets:
-        parts.append(f"the lens reads {sizes['lens_positions']:,} of {targets:,} positions")
+        by_cost = settings.lens_tokens == "auto" and sizes["lens_positions"] < MOST_POSITIONS
+        why = f", because more would cost over {PASSES} forward passes (lens_tokens sets the number)" if by_cost else ""
+        parts.append(f"the lens reads {sizes['lens_positions']:,} of {targets:,} positions{why}")
     if "renyi_entropy" in measured and sizes["entropy_sequences"] < setup.num_sequences:
         parts.append(f"the entropies {sizes['entropy_sequences']} of {setup.num_sequences:,} sequences")
     names = [text for name, text in RESERVOIR.items() if name in measured]
