@@ -43,7 +43,7 @@ class Bench:
     """One model with `tokens` tokens of the built-in corpus in windows of 256.
 
     Args:
-        model: checkpoint folder, `.gguf` file, Hub name, `package:NAME`, or a size of `subjects.SIZES` (a random Llama).
+        model: checkpoint folder, `.gguf` file, Hub name, `package:NAME`, or a random Llama by its size (`SIZES`).
         tokens: size of the data.
         clock: seconds.
     """
