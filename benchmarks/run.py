@@ -25,7 +25,7 @@ from fulldepth.measurement.passes import Clock, feed, observe, run_pass, weigh
 from fulldepth.measurement.plan import make_plan
 from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import cka_matrix, linear_cka, separability
-from subjects import BATCH, SIZES, subject
+from subjects import BATCH, LENGTH, SIZES, subject
 
 SIMILARITY = ["displacement", "jump_rate", "norm_ratio", "cosine", "cka"]
 GROUPS: dict[str, tuple[list[str], dict[str, float]]] = {
@@ -48,22 +48,9 @@ def against_forward(size: str, names: list[str], count: int) -> tuple[float, flo
 
     The measuring pass has its own forward (which needs no logits), the hooks, the updates and the final rows.
     """
-    it, settings = subject(size, count, measures=names)
-    plan = make_plan(it, Counting.of(it, "auto"), settings)
-    plain = measured = 0.0
-    clock = Clock()
-    for batch in it.sequences.batches(BATCH):
-        inputs = model_inputs(batch.inputs, it.device, torch.float32)
-        plain += timed(lambda inputs=inputs: it.model(**inputs, use_cache=False))
-        start = time.perf_counter()
-        with capture(it.anatomy, plan.sites) as activations:
-            with clock("body"):
-                it.anatomy.body(**body_inputs(it.anatomy, inputs))
-            states = {site: activations.stack(site) for site in plan.sites}
-        feed(plan, observe(it, plan.counting, batch, states, [], None), clock)
-        measured += time.perf_counter() - start
-    measured += timed(lambda: [measure.rows() for measure in plan.measures.values()])
-    return plain, measured, clock.seconds["body"]
+    bench = costs.Bench(size, count * LENGTH, time.perf_counter)
+    measured, plain, parts, _ = bench.measured(names, bench.forward())
+    return sum(plain), measured, parts["forward"]
 
 
 @torch.inference_mode()

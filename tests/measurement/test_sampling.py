@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 from pandas.testing import assert_frame_equal
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fulldepth import measure
 from fulldepth.core.console import finish
+from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.settings.measure import MeasureSettings
 from refusals import refused
 
@@ -15,7 +17,7 @@ OPTIONS = {"max_sequences": 24, "sequence_length": 16}
 
 def test_defaults_sample_and_exact_samples_nothing(trained, text_file, capsys):
     settings = MeasureSettings()
-    assert (settings.lens_tokens, settings.entropy_sequences, settings.reservoir_tokens) == (1024, 16, 2048)
+    assert (settings.lens_tokens, settings.entropy_sequences, settings.reservoir_tokens) == ("auto", 16, 2048)
     default = measure(trained, text_file, **OPTIONS)
     sampling = default.meta["sampling"]
     assert sampling["lens_positions"] == sampling["lens_targets"] == 24 * 15, "small data are read in full"
@@ -27,6 +29,26 @@ def test_defaults_sample_and_exact_samples_nothing(trained, text_file, capsys):
     assert exact.meta["sampling"]["sentence"] is None
     by_hand = measure(trained, text_file, entropy_sequences=24, lens_tokens=None, **OPTIONS)
     assert_frame_equal(exact.table, by_hand.table, check_exact=True)
+
+
+def test_a_lens_of_a_large_vocabulary_on_little_text_costs_no_more_than_a_pass_and_a_quarter(tmp_path):
+    """24 x 40 tokens of a model with two layers of 32 channels and 2,000 tokens in its vocabulary, counted by hand."""
+    config = LlamaConfig(
+        vocab_size=2000, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).eval()
+    tokenizer = train_tokenizer(builtin_texts("train")[:1], vocab_size=512)
+    options = {"max_sequences": 24, "sequence_length": 40, "measures": ["lens_accuracy"], "tokenizer": tokenizer}
+    found = measure(model, "corpus:builtin", **options)
+    head = 2000 * 32
+    one_pass = 24 * 40 * (2 * (4 * 32 * 32 + 3 * 32 * 48) + head)
+    sampling = found.meta["sampling"]
+    assert sampling["lens_positions"] == int(1.25 * one_pass / (3 * head)) < 24 * 39 == sampling["lens_targets"]
+    assert found.table.query("measure == 'lens_accuracy'")["count"].unique() == [sampling["lens_positions"]]
+    assert "because more would cost over 1.25 forward passes (lens_tokens sets the number)" in sampling["sentence"]
+    given = measure(model, "corpus:builtin", lens_tokens=700, **options).meta["sampling"]
+    assert given["lens_positions"] == 700
+    assert "cost" not in given["sentence"]
 
 
 def test_exact_contradicts_the_size_of_a_sample(trained, text_file):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fulldepth.core import uncertainty
-from fulldepth.metrics import Cka, Observation, Setup, cka, cka_matrix, linear_cka
+from fulldepth.metrics import Cka, Observation, Setup, cka, cka_matrix, hsic, linear_cka
 from fulldepth.metrics.hsic import hsic_of
 from fulldepth.metrics.reservoir import priority
 from metrics.conftest import table
@@ -48,11 +48,15 @@ def by_leaving_out(states, owner, clusters=None):
     return cka(range(len(owner))), jackknife(owner if clusters is None else [clusters[n] for n in owner], cka)
 
 
+@pytest.mark.parametrize("by_channels", [True, False])
 @pytest.mark.parametrize("first_tokens", [True, False])
-def test_all_tokens_count_in_any_order_against_the_textbook(first_tokens, invented, same_rows):
+def test_all_tokens_count_in_any_order_against_the_textbook(
+    first_tokens, by_channels, invented, same_rows, monkeypatch
+):
     """One estimate over the tokens of all sequences, whatever the order and the batches, and its jackknife error; also
-    where the shared sample is smaller.
+    where the shared sample is smaller; from products of tokens and of channels.
     """
+    monkeypatch.setattr(hsic, "_fewer_by_channels", lambda *_: by_channels)
     world = invented(lengths=(6,) * 18 + (4, 6), width=7).replace(options={"reservoir_tokens": 20})
     if not first_tokens:
         counted = world.counted.clone()
@@ -70,6 +74,35 @@ def test_all_tokens_count_in_any_order_against_the_textbook(first_tokens, invent
                 assert error == pytest.approx(errors[a, b], rel=1e-4, abs=1e-6)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(3))
     same_rows(table(filled(world, (7, 1, 9, 3), order).rows()), rows)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_many_tokens_of_few_channels_are_multiplied_by_channel(far, generator, monkeypatch):
+    """In groups with and without first tokens, several for one group; a token far from all others is no sum's end."""
+    mean = torch.randn(4, 300, 1, 3, generator=generator)
+    states = (
+        mean + torch.randn(4, 300, 5, 3, generator=generator) + mean[:1] * torch.tensor([3.0, 2, 1, 0]).view(4, 1, 1, 1)
+    )
+    if far:
+        states[:, 7, 2] += 3e4
+    used = []
+    by_channels = hsic._products_of_channels
+    monkeypatch.setattr(hsic, "_products_of_channels", lambda *given: used.append(by_channels(*given)) or used[-1])
+    setup = Setup(
+        3, 3, sequence_length=5, num_sequences=300, num_tokens=1500, clusters=tuple(n // 5 for n in range(300))
+    )
+    metric, everything = Cka(setup), torch.ones(300, 5, dtype=torch.bool)
+    metric.update(Observation({"residual": states}, everything, everything, torch.arange(300)))
+    found = metric.compute()
+    assert [result is None for result in used][:1] == [far]
+    tokens = states.flatten(1, 2).double().numpy()
+    later = np.arange(1500) % 5 > 0
+    for view, kept in enumerate((np.ones(1500, bool), later)):
+        for a in range(4):
+            for b in range(a, 4):
+                for name, debiased in (("debiased", True), ("biased", False)):
+                    expected = plain_cka(tokens[a][kept], tokens[b][kept], debiased)
+                    assert float(found[name][view, a, b]) == pytest.approx(expected, abs=2e-6), (view, a, b, name)
 
 
 def cka_of(states, clusters=(), **options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 
 import peft
 import pytest
@@ -17,6 +18,7 @@ from fulldepth.architectures import SKIPPED
 from fulldepth.core.progress import Watcher
 from fulldepth.data.examples import Examples
 from fulldepth.execution import find_anatomy
+from fulldepth.results import Results
 from fulldepth.skip.exports.export import export
 from fulldepth.skip.exports.fold import scaled_logits
 from fulldepth.skip.exports.formats import export_obstacle
@@ -296,3 +298,53 @@ def test_a_search_of_layers_says_first_what_no_export_will_hold(unproven, tmp_pa
         export(plan, model, "layer", tmp_path / "layer")
     assert export(plan, model, "folded", tmp_path / "folded").path.is_dir()
     assert "No plan of this model can be exported" in export_obstacle(tiny_models.build("depth_llama-static"), "mlp")
+
+
+def test_a_ranking_reads_the_data_once_and_computes_losses_when_asked(model, tmp_path):
+    """Its scores against plain hooks; a pass over the data with hooks, and no other."""
+    examples = plain.examples(heldout=8)
+    scores, tokens, seen = [0.0] * 5, 0, {}
+
+    def compare(module, args, output, number):
+        inner = seen[number].double()
+        branch = (output[0] if isinstance(output, tuple) else output).double()
+        scores[number] += float((1 - F.cosine_similarity(inner, inner + branch, dim=-1)).sum())
+
+    hooks = []
+    for number, block in enumerate(model.model.layers):
+        hooks.append(
+            block.register_forward_pre_hook(
+                lambda module, args, kwargs, number=number: seen.__setitem__(
+                    number, args[0] if args else kwargs["hidden_states"]
+                ),
+                with_kwargs=True,
+            )
+        )
+        hooks.append(block.self_attn.register_forward_hook(partial(compare, number=number)))
+    with torch.no_grad():
+        for example in examples.heldout:
+            model(input_ids=example.input_ids[None])
+            tokens += len(example.input_ids)
+    for hook in hooks:
+        hook.remove()
+    bare = find(model, examples, 2, search="cosine", output=tmp_path / "bare")
+    batches = -(-len(examples.heldout) // 4)
+    assert (bare.losses, bare.cost["forwards"]) == ([], batches)
+    expected = {f"attention {number + 1}": score / tokens for number, score in enumerate(scores)}
+    assert bare.cost["scores"] == pytest.approx(expected, rel=1e-5)
+    results = Results.load(tmp_path / "bare")
+    rows = results.table.query("measure == 'influence'").set_index("layer").value
+    assert rows.to_dict() == pytest.approx({n + 1: score / tokens for n, score in enumerate(scores)}, rel=1e-5)
+    assert "Losses were not computed" in results.headline["loss_added"]["sentence"]
+    assert "Losses were not computed" in (tmp_path / "bare" / "report.html").read_text()
+    asked = find(model, examples, 2, search="cosine", losses=True)
+    picks = asked.blocks
+    assert picks == bare.blocks
+    losses = [plain.loss(model, examples.heldout, picks[:n], "attention") for n in range(3)]
+    assert asked.losses == pytest.approx(losses, rel=1e-5)
+    for options, words in (
+        ({"losses": False, "search": "greedy"}, "losses has no effect with --search greedy"),
+        ({"losses": False, "fit": True, "search": "cosine"}, "--no-losses and --fit contradict"),
+    ):
+        with refused(words):
+            search(model, examples, 2, **options)

@@ -58,7 +58,7 @@ SMALL, LARGE = llama(12, 128, 344, 2048, tied=True), llama(16, 2048, 8192, 50257
 CR_BASE = llama(12, 768, 2048, 32000, tied=False)
 SERIAL = "cr-12l model.residual=serial model.tree=null objective.coherence=null objective.orthogonality=null"
 COUNTS = {
-    **dict.fromkeys(["tiny-llama", "tiny-jreg"], SMALL),
+    **dict.fromkeys(["tiny-llama", "tiny-jreg", "tiny-scaled"], SMALL),
     "tiny-tree-cr": SMALL + TREE * 128,
     "tiny-lime": SMALL + memory(12, 128, 4, "static"),
     "tiny-lime model.memory=dynamic": SMALL + memory(12, 128, 4, "dynamic"),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
 from fulldepth.data import pack
@@ -19,6 +19,7 @@ from fulldepth.results import Results
 from fulldepth.settings import assignments, layer, read
 from fulldepth.training import TrainSettings, export_run, train
 from fulldepth.training.plan import dry_run_lines
+from golden.tables import MODEL
 from refusals import refused
 from tiny_models import same_weights
 from training.conftest import SHORT, interrupted, settings, train_by
@@ -94,6 +95,33 @@ def test_an_infinite_alpha_survives_recipe_record_and_resume(recipe, tmp_path, m
     assert main("train", str(recipe()), *changes, "--output", str(rest), "--resume")[0] == 0
     first, second = (load_file(folder / "checkpoint-8" / "model.safetensors") for folder in (run, rest))
     assert same_weights(first, second)
+
+
+def test_scaled_norms_are_exported_as_the_gains_of_an_ordinary_llama(recipe, tmp_path):
+    """A fresh process with transformers alone has loaded it; here the gains are multiplied by hand."""
+    depth = {**MODEL, "type": "depth_llama"}
+    train_by(recipe(model={**depth, "norm_scaling": True}, **SHORT), tmp_path / "run")
+    made = export_run(tmp_path / "run", tmp_path / "llama", stock=True)
+    scaled, plain = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-2"),
+        load_file(made / "model.safetensors"),
+    )
+    model = LlamaForCausalLM.from_pretrained(made)
+    assert not list(made.glob("*.py"))
+    assert type(scaled).__name__ == "DepthLlamaForCausalLM"
+    ids = torch.arange(40).view(2, 20) + 3
+    with torch.no_grad():
+        expected, found = scaled(ids).logits, model(ids).logits
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+    for number, block in enumerate(scaled.model.layers, start=1):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            gain = getattr(block, name).weight.detach() / number**0.5
+            assert torch.allclose(plain[f"model.layers.{number - 1}.{name}.weight"], gain, rtol=1e-6)
+    AutoTokenizer.from_pretrained(made)
+    train_by(recipe(model={**depth, "residual": "tree"}, **SHORT), tmp_path / "tree")
+    with refused("residual 'tree' is no stock decoder"):
+        export_run(tmp_path / "tree", tmp_path / "none", stock=True)
+    assert not (tmp_path / "none").exists()
 
 
 def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):

@@ -74,6 +74,14 @@ def train_export_command(
     output: NewFolder,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint. [default: the last complete one]")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. [default: the checkpoint's]")] = None,
+    stock: Annotated[
+        bool,
+        typer.Option(
+            "--stock",
+            help="Write a depth_llama as a Llama of transformers, proven in a fresh process: LayerNorm scaling goes "
+            "into the norms' gains; refused for a tree, a memory and Hyper-Connections.",
+        ),
+    ] = False,
 ) -> None:
     """Copy the model of a run's checkpoint (config, tokenizer, safetensors), without what only resuming needs.
 
@@ -82,5 +90,5 @@ def train_export_command(
     console.loading()
     from fulldepth.training import export_run
 
-    folder = export_run(run, output, step=step, dtype=dtype, progress=True)
+    folder = export_run(run, output, step=step, dtype=dtype, stock=stock, progress=True)
     console.table([("model", str(folder))])

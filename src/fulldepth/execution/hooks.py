@@ -125,6 +125,10 @@ class Activations:
         self.repeated |= key in self._seen
         self._seen[key] = state, 0 if state.is_inference() else state._version
 
+    def has_run(self, site: str) -> bool:
+        """Return True if every layer has a state at a site that consists of captured states, such as `value`."""
+        return all((site, layer) in self._seen for layer in range(1, self.anatomy.num_layers + 1))
+
     def __getitem__(self, site: str) -> list[Tensor]:
         """States of a site in layer order.
 

@@ -65,6 +65,7 @@ from fulldepth.hf.run_checkpoints import (
     trained_steps,
 )
 from fulldepth.hf.scalars import GRANULARITIES, Block, Scalars
+from fulldepth.hf.stream_scale import known_stream_scale
 from fulldepth.hf.surgery import Switches, skipping
 from fulldepth.hf.truncation import check_depth, cut_config, few_layers, first_layers, truncated, without_layers
 
@@ -119,6 +120,7 @@ __all__ = [
     "is_offloaded",
     "is_renamed",
     "is_sealed",
+    "known_stream_scale",
     "load_checkpoint",
     "load_config",
     "load_exit_heads",

@@ -30,6 +30,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from fulldepth.core.errors import FulldepthError, names_of, one_line
 from fulldepth.core.files import reading
 from fulldepth.hf.file_checks import Weights, check_numbers
+from fulldepth.hf.stream_scale import ENTRY, GGUF_ENTRY
 
 SUFFIX = ".gguf"
 PACKAGE = "package:"
@@ -335,6 +336,8 @@ def _config(path: Path, size: int, mtime: int) -> Any:
         if model_class is not None and not config.architectures:
             config.architectures = [model_class.__name__]
     _apply_entries(header, config)
+    if GGUF_ENTRY in header.metadata:
+        setattr(config, ENTRY, [*header.metadata[GGUF_ENTRY]])
     return config
 
 

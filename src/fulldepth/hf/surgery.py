@@ -22,8 +22,8 @@ from fulldepth.hf.anatomy import Anatomy
 from fulldepth.hf.modes import device_of
 from fulldepth.hf.scalars import FACTORS_OF_PART, ROLES, Block, Scalars, blocks_of, factor_names
 
-_SWITCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Lists of blocks with switches in use."""
+_SWITCHED: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
+"""List of blocks -> the switches in use."""
 
 
 class Port(NamedTuple):
@@ -148,7 +148,7 @@ class Switches:
         self._ports = {layer: {} for layer in range(1, self.anatomy.num_layers + 1)}
         if not self.zeroes:
             self._ports = _ports(self.anatomy)
-        _SWITCHED.add(blocks)
+        _SWITCHED[blocks] = self
         model = self.anatomy.model
         self._replace(0, model, partial(self._save, model.save_pretrained), "save_pretrained")
         return self
@@ -159,7 +159,7 @@ class Switches:
         self.skipped = frozenset()
         self._scalars = None
         self._ports = {}
-        _SWITCHED.discard(self.anatomy.block_list)
+        _SWITCHED.pop(self.anatomy.block_list, None)
 
     def skip(self, removed: Iterable[int | Block]) -> None:
         """Skip exactly these 1-based layers (blocks for granularity `any`); nothing is loaded or copied.
@@ -239,6 +239,12 @@ class Switches:
             restore = partial(attributes.pop, name)
         self._replaced.setdefault(layer, ExitStack()).callback(restore)
         attributes[name] = function
+
+
+def skipped_in_place(anatomy: Anatomy) -> frozenset[Block]:
+    """Return the blocks of a model that are skipped at present (`skipping`)."""
+    switches = _SWITCHED.get(anatomy.block_list)
+    return frozenset() if switches is None else switches.skipped
 
 
 @contextmanager

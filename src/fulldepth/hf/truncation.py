@@ -24,6 +24,7 @@ from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, logit
 from fulldepth.hf.exit_heads import cut_exit_heads
 from fulldepth.hf.heads import Classifier, uses_fsdp
 from fulldepth.hf.modes import evaluating, is_offloaded
+from fulldepth.hf.stream_scale import cut_stream_scale
 from fulldepth.hf.surgery import skipping
 from fulldepth.hf.tying import state_ties
 
@@ -272,8 +273,7 @@ def _changes(anatomy: Anatomy, entries: Mapping[str, Any], remaining: Sequence[i
     for name in ("skipped_attention", "skipped_mlp"):  # numbers from 1
         if isinstance(skipped := entries.get(name), list):
             changes[name] = [new for new, layer in enumerate(remaining, start=1) if layer in skipped]
-    if isinstance(scale := entries.get("stream_scale"), list):
-        changes["stream_scale"] = scale[: 2 * left + 1]
+    changes |= cut_stream_scale(entries, remaining)
     if len(stages := entries.get("stage_names") or ()) == calls + 1 and "out_indices" in entries:  # of backbones
         indices = [new for new, layer in enumerate(remaining, start=1) if layer in entries["out_indices"]] or [left]
         names = stages[: left + 1]

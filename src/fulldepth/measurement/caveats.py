@@ -9,7 +9,9 @@ import pandas as pd
 from torch import nn
 
 from fulldepth.core.uncertainty import plural, quantile
+from fulldepth.hf.surgery import skipped_in_place
 from fulldepth.measurement.headline import Clusters
+from fulldepth.measurement.lens_reader import MOST_POSITIONS, PASSES, lens_limit
 from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.base import NO_FIRST
@@ -56,6 +58,18 @@ def caveats(subject: Subject, counting: Counting, setup: Setup, table: pd.DataFr
             f"Biased CKA rests on {tokens} tokens, fewer than ten times the width ({setup.width}), and "
             "is inflated: read the debiased one."
         )
+    if skipped := skipped_in_place(subject.anatomy):
+        blocks = ", ".join(
+            f"the {part} of layer {layer}" if part != "layer" else f"layer {layer}" for layer, part in sorted(skipped)
+        )
+        lines.append(f"Measured with blocks skipped in place: {blocks}.")
+    scaled = {"residual": "the model", "reference": "the reference"}
+    for site, scale in setup.stream_scale.items():
+        if any(factor != 1 for factor in scale):
+            lines.append(
+                f"MMD compares states on the original's scale: those of {scaled[site]} are multiplied by the factors "
+                f"({min(scale):.3g} to {max(scale):.3g}) by which folding its scalars divided them."
+            )
     return [line for line in lines if line] + gaps(table, setup.num_layers)
 
 
@@ -68,14 +82,16 @@ def sampling(subject: Subject, settings: MeasureSettings, setup: Setup, table: p
     sizes = {
         "reservoir_tokens": setup.reservoir_tokens,
         "counted_tokens": setup.num_tokens,
-        "lens_positions": min(targets, settings.lens_tokens or targets),
+        "lens_positions": min(targets, lens_limit(subject, settings) or targets),
         "lens_targets": targets,
         "entropy_sequences": min(setup.entropy_sequences, setup.num_sequences),
     }
     of_tokens = f"of {setup.num_tokens:,} tokens"
     parts = []
     if measured & {"lens_accuracy", "lens_loss", "saturation", "effective_depth"} and sizes["lens_positions"] < targets:
-        parts.append(f"the lens reads {sizes['lens_positions']:,} of {targets:,} positions")
+        by_cost = settings.lens_tokens == "auto" and sizes["lens_positions"] < MOST_POSITIONS
+        why = f", because more would cost over {PASSES} forward passes (lens_tokens sets the number)" if by_cost else ""
+        parts.append(f"the lens reads {sizes['lens_positions']:,} of {targets:,} positions{why}")
     if "renyi_entropy" in measured and sizes["entropy_sequences"] < setup.num_sequences:
         parts.append(f"the entropies {sizes['entropy_sequences']} of {setup.num_sequences:,} sequences")
     names = [text for name, text in RESERVOIR.items() if name in measured]

@@ -12,6 +12,7 @@ from fulldepth.core.distributed import Processes
 from fulldepth.core.targets import IGNORE
 from fulldepth.data import Batch, decode_ids
 from fulldepth.execution import TopTokens, read_layers, top_tokens
+from fulldepth.execution.flops import token_products, weight_products
 from fulldepth.execution.lens import PositionSample
 from fulldepth.hf import Classifier
 from fulldepth.metrics import Readout, saturation_layer
@@ -20,6 +21,31 @@ from fulldepth.subject import Subject
 
 LONGEST = 40
 """Maximum number of characters of a token."""
+MOST_POSITIONS = 1024
+LEAST_POSITIONS = 128
+"""Bounds of the number of positions that the lens reads unless it is given."""
+PASSES = 1.25
+"""Most cost of their products with the head, in forward passes over the data."""
+
+
+def lens_limit(subject: Subject, settings: MeasureSettings) -> int | None:
+    """Return the largest number of positions that the lens reads; None = all.
+
+    With `auto`, the operations of the L + 1 products of the head at these positions are at most `PASSES` times those of
+    a forward pass with logits (without the products of queries and keys); between `LEAST_POSITIONS` and
+    `MOST_POSITIONS`. A large vocabulary over little text makes them fewer.
+    """
+    if settings.lens_tokens != "auto":
+        return settings.lens_tokens
+    anatomy = subject.anatomy
+    sequences = subject.sequences
+    modules = [] if anatomy.head is None else anatomy.head_modules(anatomy.head)
+    head = sum(weight_products(part) for module in modules for part in module.modules())
+    tokens = sum(sequences.lengths)
+    if not head or not tokens:
+        return MOST_POSITIONS
+    affordable = PASSES * tokens * token_products(anatomy.model) / ((anatomy.num_layers + 1) * head)
+    return max(LEAST_POSITIONS, min(MOST_POSITIONS, int(affordable)))
 
 
 class LensReader:
@@ -37,7 +63,7 @@ class LensReader:
         self.subject = subject
         self.top = settings.grid_top
         self.positions = settings.grid_positions
-        self.sample = PositionSample(subject.sequences, settings.lens_tokens, settings.seed)
+        self.sample = PositionSample(subject.sequences, lens_limit(subject, settings), settings.seed)
         task = subject.anatomy.task
         has_grid = task in ("causal-lm", "masked-lm", "seq2seq-lm") and subject.sequences.task == task
         self.samples = settings.grid_samples if process.is_main and has_grid else 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -80,7 +81,7 @@ def make_plan(
     counting: tokens.Counting,
     settings: MeasureSettings,
     *,
-    has_reference: bool = False,
+    stream_scale: Mapping[str, tuple[float, ...]] | None = None,
     shows_all: bool = False,
 ) -> MeasurePlan:
     """Choose the measures.
@@ -89,7 +90,7 @@ def make_plan(
         subject: model and data.
         counting: which positions count.
         settings: name the measures; None = all that can run.
-        has_reference: whether there is a second model for MMD.
+        stream_scale: `residual`, `reference` -> c_0..c_L of the two models of MMD; None = there is no second model.
         shows_all: whether the lens grid shows every sequence, so that predictions are of use without targets.
 
     Raises:
@@ -98,12 +99,12 @@ def make_plan(
     names = settings.measures
     verified = subject.verified
     sequences = subject.sequences
-    setup = make_setup(subject, counting, settings)
+    setup = replace(make_setup(subject, counting, settings), stream_scale=stream_scale or {})
     for name in names or ():
         if name not in METRICS:
             raise unknown("measure", name, METRICS)
     plan = MeasurePlan(setup, counting)
-    reasons = missing(setup, subject, has_reference, shows_all)
+    reasons = missing(setup, subject, stream_scale is not None, shows_all)
     for name, measure in METRICS.items():
         if names is not None and name not in names:
             continue

@@ -22,7 +22,7 @@ from fulldepth.core.progress import Watcher
 from fulldepth.data import MASKED_SHARE, Sequences
 from fulldepth.execution import Verified
 from fulldepth.execution.memory import reset_peak, run_peak
-from fulldepth.hf import find_checkpoints, task_of
+from fulldepth.hf import find_checkpoints, known_stream_scale, packaged, task_of
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, NO_TARGET, caveats, gaps, sampling, zero_weights
@@ -352,13 +352,16 @@ def measure_subject(
     start = time.perf_counter() if start is None else start
     clock = Clock()
     counting = tokens.Counting.of(subject, settings.token_policy)
-    reference = None if settings.reference is None else _reference(subject, settings.reference, settings, process)
+    reference = None
+    scales = None
+    if settings.reference is not None:
+        reference, scales = _reference(subject, settings.reference, settings, process)
     clock.seconds["load"] = time.perf_counter() - start
     plan = make_plan(
         subject,
         counting,
         settings,
-        has_reference=bool(reference),
+        stream_scale=scales,
         shows_all=settings.measures == OF_LENS and settings.grid_samples >= len(subject.sequences),
     )
     setup = plan.setup
@@ -403,22 +406,30 @@ def measure_subject(
     )
 
 
-def _reference(subject: Subject, model: str, settings: MeasureSettings, process: Processes) -> Verified:
-    """The second model of MMD, verified on the same data."""
+def _reference(
+    subject: Subject, model: str, settings: MeasureSettings, process: Processes
+) -> tuple[Verified, dict[str, tuple[float, ...]]]:
+    """The second model of MMD, verified on the same data, and the scales of both models' streams (`Setup`)."""
     with Subject.open(
         model, subject.sequences, settings, device=process.device(settings.device),
         tower=settings.tower, anatomy=settings.anatomy,
     ) as reference:  # fmt: skip
         verified = reference.verified
         subject.data = reference.data
+        reference_checkpoint = reference.checkpoint
     anatomy = subject.anatomy
     other = verified.anatomy
     if (anatomy.num_layers, subject.verified.width) != (other.num_layers, verified.width):
         raise FulldepthError(
             f"The reference has {other.num_layers} layers of width {verified.width}, the model {anatomy.num_layers} of "
-            f"{subject.verified.width}; MMD compares layer by layer and needs both equal."
+            f"{subject.verified.width}; MMD compares layer by layer and needs both equal. A plan of "
+            "whole layers is compared in place (fulldepth.skip.skipping), or exported with --format folded."
         )
-    return verified
+    scales = {
+        site: known_stream_scale(Path(packaged(checkpoint.name)), checkpoint.model.config, anatomy.num_layers)
+        for site, checkpoint in (("residual", subject.checkpoint), ("reference", reference_checkpoint))
+    }
+    return verified, scales
 
 
 def _document(

@@ -125,6 +125,9 @@ class Setup:
     """Look-alike words whose linear separability is measured."""
     projections: tuple[str, ...] = ()
     """Names of the weight matrices inside a block whose spectral norms are measured."""
+    stream_scale: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """`residual`, `reference` -> c_0..c_L by which MMD multiplies the states of the model or of the reference: folding
+    divided them by it. Empty = 1."""
     seed: int = 0
     device: torch.device = CPU
     """Device of the accumulators."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import POSITION_BITS, Influence, Measure, Observation, Row, Setup, later_than_first
-from fulldepth.metrics.hsic import Hsic, hsic_of, hsic_of_views
+from fulldepth.metrics.hsic import Hsic, hsic_of, hsic_of_views, operations
 from fulldepth.metrics.jackknife import influence_of_estimate, standard_error
 
 NO_HSIC = 1e-13
@@ -138,7 +138,7 @@ class Cka(Measure):
         }
 
     def forecast(self) -> float:
-        """Estimate seconds from two trials on noise: the time grows with the square of the number of tokens."""
+        """Estimate seconds from two trials on noise: the time grows with the operations of the products."""
         setup = self.setup
         count = min(self.tokens.capacity, self.setup.num_tokens)
         if count < FORECAST * TRIALS[-1]:
@@ -151,8 +151,10 @@ class Cka(Measure):
             start = time.perf_counter()
             hsic_of_views(noise, numbers % 2 > 0, numbers % setup.groups, setup.groups)
             seconds.append(time.perf_counter() - start)
-        first, second = (tokens**2 for tokens in TRIALS)
-        return max(0.0, seconds[0] + (seconds[1] - seconds[0]) * (count**2 - first) / (second - first))
+        first, second, all_tokens = (
+            min(operations(tokens, setup.width, setup.num_layers + 1, setup.groups)) for tokens in (*TRIALS, count)
+        )
+        return max(0.0, seconds[0] + (seconds[1] - seconds[0]) * (all_tokens - first) / (second - first))
 
     def rows(self) -> list[Row]:
         """Rows for every pair of layers 0..L; no standard error without several groups."""

@@ -14,8 +14,8 @@ LOUD = 100.0
 """Ratio of a token's squared norm to the median, above which features are centred robustly."""
 PART = 128
 """Tokens that are converted to float64 at a time."""
-TOGETHER = 4
-"""Groups whose row sums are held at a time."""
+PASSES = 40
+"""Cost of reading a group's products of channels, in operations for each of their elements."""
 CANCELS = 1e-2
 """Smallest ratio of a layer's HSIC with itself to the terms it is a difference of, for which float32 is used."""
 
@@ -150,7 +150,11 @@ def _estimates(
         advance: see `hsic_of_views`.
     """
     layers = [_layer(layer) for layer in features]
-    products = _products(layers, runs.tolist(), groups, advance)
+    products = None
+    if _fewer_by_channels(layers, groups):
+        products = _products_of_channels(layers, runs, groups, advance)
+    if products is None:
+        products = _products_of_tokens(layers, runs.tolist(), groups, advance)
     first = int((runs < groups).sum())
     rest = _assemble(products[1], layers, runs % groups, first)
     return (_assemble(products[0], layers, runs % groups, 0) if first else rest), rest
@@ -192,7 +196,87 @@ def _sum(x: Tensor, weights: Tensor | None = None) -> Tensor:
     return total
 
 
-def _products(layers: Sequence[LayerSums], runs: list[int], groups: int, advance: Callable[[float], None]) -> Tensor:
+def operations(samples: int, width: int, layers: int, groups: int) -> tuple[float, float]:
+    """Operations of the products of tokens and of the products of channels, for S layers of N tokens and D channels.
+
+    `N^2 S (D + S)` and `(N + PASSES G) D^2 S (S + 1)`: many tokens of few channels take fewer by channels.
+    """
+    by_tokens = float(samples**2 * layers * (width + layers))
+    return by_tokens, float((samples + PASSES * groups) * width**2 * layers * (layers + 1))
+
+
+def _fewer_by_channels(layers: Sequence[LayerSums], groups: int) -> bool:
+    """Return True if the products of channels take fewer operations than those of tokens."""
+    samples, width = layers[0].features.shape
+    by_tokens, by_channels = operations(samples, width, len(layers), groups)
+    return by_channels < by_tokens and all(layer.features.shape[1] == width for layer in layers)
+
+
+def _products_of_channels(
+    layers: Sequence[LayerSums], runs: Tensor, groups: int, advance: Callable[[float], None]
+) -> Tensor | None:
+    r"""`_products_of_tokens` from products of channels, of which each group has `[D, D]` for a pair of layers.
+
+    With :math:`M_g = X_g^T Y_g` over the tokens of a group, :math:`\sum_{i \in g, j \in h} K_{ij} L_{ij} =
+    \langle M_g, M_h \rangle`. The terms of i = j are subtracted.
+
+    Returns:
+        As `_products_of_tokens`; None if the difference loses more than two digits, as with one token far from all
+        others.
+    """
+    features = [layer.features for layer in layers]
+    count = len(features)
+    width = features[0].shape[1]
+    group = runs % groups
+    first = int((runs < groups).sum())
+    sizes = torch.stack([part.bincount(minlength=groups) for part in (group[:first], group[first:])]).tolist()
+    starts = [sum(sizes[0][:number]) for number in range(groups)]
+    of_first = [slice(start, start + size) for start, size in zip(starts, sizes[0], strict=True)]
+    starts = [first + sum(sizes[1][:number]) for number in range(groups)]
+    of_later = [slice(start, start + size) for start, size in zip(starts, sizes[1], strict=True)]
+    total = features[0].new_zeros(2, 2, groups, count, count, dtype=torch.float64)
+    products = features[0].new_empty(groups, width, width)
+    same = torch.zeros_like(total)
+    pairs = [(one, other) for one in range(count) for other in range(one, count)]
+    for done, (one, other) in enumerate(pairs, start=1):
+        x, y = features[one], features[other]  # [N, D]
+        for number, tokens in enumerate(of_later):
+            torch.mm(x[tokens].T, y[tokens], out=products[number])
+        later = products.sum(0)
+        every = later + x[:first].T @ y[:first]
+        # Sums of a row in the features' precision, of rows in float64.
+        whole = torch.stack([later, every], dim=2)  # [D, D, 2]
+        with_whole = torch.bmm(products.transpose(0, 1), whole).sum(0, dtype=torch.float64)  # [G, 2]
+        own = torch.linalg.vector_norm(products, dim=2).double().square().sum(1)  # [G]
+        total[1, :, :, one, other] = torch.stack([with_whole[:, 0], own])
+        total[0, :, :, one, other] = torch.stack([with_whole[:, 1], own])
+        if first:
+            added = ((x[:first] @ every) * y[:first]).sum(1, dtype=torch.float64)
+            total[0, 0, :, one, other].index_add_(0, group[:first], added)
+            for number, tokens in enumerate(of_first):
+                between = ((x[tokens] @ products[number]) * y[tokens]).sum(dtype=torch.float64)
+                total[0, 1, number, one, other] += 2 * between + _squared_product(x[tokens], y[tokens])
+        squares = layers[one].squares * layers[other].squares
+        for view, start in enumerate((0, first)):
+            same[view, :, :, one, other] += torch.zeros_like(own).index_add_(0, group[start:], squares[start:])
+        for sums in (total, same):
+            sums[..., other, one] = sums[..., one, other]
+        advance(done / len(pairs))
+    left = (total - same).sum(2)[:, 0].diagonal(dim1=1, dim2=2)  # [2, S]
+    if bool((left < CANCELS * same.sum(2)[:, 0].diagonal(dim1=1, dim2=2)).any()):
+        return None
+    return total - same
+
+
+def _squared_product(x: Tensor, y: Tensor) -> Tensor:
+    """Squared Frobenius norm of `x^T y`, for `[n, D]` each, from products of tokens or of channels, the fewer."""
+    product = (x @ x.T) * (y @ y.T) if len(x) < x.shape[1] else (x.T @ y).square()
+    return product.sum(dtype=torch.float64)
+
+
+def _products_of_tokens(
+    layers: Sequence[LayerSums], runs: list[int], groups: int, advance: Callable[[float], None]
+) -> Tensor:
     """Sums of `K_ij L_ij` over `i != j`, for all pairs of Gram matrices.
 
     Only a block of rows of all Gram matrices, right of the diagonal, exists at a time, in memory that all blocks share:
@@ -246,34 +330,38 @@ def _assemble(products: Tensor, layers: Sequence[LayerSums], group: Tensor, firs
     member = torch.nn.functional.one_hot(group[first:], products.shape[1]).double()  # [n, G]
     samples = squares.new_tensor(squares.shape[1])
     scale = torch.stack([layer.scale for layer in layers])
-    whole = _row_sums(layers, first, torch.ones_like(member[:, :1]))[..., 0]  # [S, n]
-    row_sums = whole - squares
 
     def scaled(hsic: Hsic) -> Hsic:
         return Hsic(hsic.values * torch.outer(scale, scale), hsic.terms * scale.square())
 
+    sums = [_sums_by_group(layer.features[first:], member) for layer in layers]  # [D, G] each
+    whole = torch.zeros_like(squares)  # sums of the Gram matrices' rows
+    groups = products.shape[1]
+    rest_rows = products.new_zeros(groups, len(layers), len(layers))
+    rest_totals = products.new_zeros(groups, len(layers))
+    for start in range(0, squares.shape[1], PART):
+        part = slice(start, start + PART)
+        of_layers = zip(layers, sums, strict=True)
+        in_group = torch.stack([layer.features[first:][part].double() @ own for layer, own in of_layers])  # [S, p, G]
+        whole[:, part] = in_group.sum(2)
+        rest = (whole[:, part] - squares[:, part])[..., None] - in_group
+        rest = (rest * (1 - member[part])).permute(2, 0, 1)  # [G, S, p]
+        rest_rows += rest @ rest.mT
+        rest_totals += rest.sum(2)
+    row_sums = whole - squares
     total = products[0].sum(0)
-    without = []
-    for start in range(0, member.shape[1], TOGETHER):
-        members = member[:, start : start + TOGETHER]
-        for number, in_group in enumerate(_row_sums(layers, first, members).unbind(2), start):
-            rest = (row_sums - in_group) * (1 - member[:, number])
-            left = total - 2 * products[0, number] + products[1, number]
-            without.append(unbiased(Sums(samples - member[:, number].sum(), left, rest @ rest.T, rest.sum(1))))
+    left = total - 2 * products[0] + products[1]
     return Estimates(
         int(samples),
         scaled(unbiased(Sums(samples, total, row_sums @ row_sums.T, row_sums.sum(1)))),
-        scaled(Hsic(*map(torch.stack, zip(*without, strict=True)))),
+        scaled(unbiased(Sums(samples - member.sum(0), left, rest_rows, rest_totals))),
         scaled(biased(Sums(samples, total + squares @ squares.T, whole @ whole.T, whole.sum(1)))),
     )
 
 
-def _row_sums(layers: Sequence[LayerSums], first: int, member: Tensor) -> Tensor:
-    """[S, n, G] float64: sums of the Gram matrices' rows over the tokens of each group `[n, G]`."""
-    result = []
-    for layer in layers:
-        parts = layer.features[first:].split(PART)
-        members = member.split(PART)
-        sums = sum(part.double().T @ groups for part, groups in zip(parts, members, strict=True))  # [D, G]
-        result.append(torch.cat([part.double() @ sums for part in parts]))
-    return torch.stack(result)
+def _sums_by_group(x: Tensor, member: Tensor) -> Tensor:
+    """[D, G] float64: sum of the tokens `[n, D]` of each group, to which `member [n, G]` assigns them."""
+    total = member.new_zeros(x.shape[1], member.shape[1])
+    for part, groups in zip(x.split(PART), member.split(PART), strict=True):
+        total += part.double().T @ groups
+    return total

@@ -61,7 +61,10 @@ def _squared_distances(points: Tensor) -> Tensor:
 
 
 class Mmd(OfLayers):
-    """Squared MMD of layers 0..L between the measured model and the reference model, on the same sampled tokens."""
+    """Squared MMD of layers 0..L between the measured model and the reference model, on the same sampled tokens.
+
+    States of a folded checkpoint are multiplied by `Setup.stream_scale`: a Gaussian kernel sees the scale of a stream.
+    """
 
     name = "mmd"
     sites = ("residual", "reference")
@@ -74,8 +77,16 @@ class Mmd(OfLayers):
 
     def compute(self) -> tuple[list[float], int]:
         """Squared MMD of layers 0..L, and the number of tokens."""
-        measured, reference = (self.setup.reservoir(site).compute().features for site in self.sites)
+        measured, reference = (self.setup.reservoir(site).compute().features for site in self.sites)  # [N, L+1, D]
         if not len(measured):
             return [], 0
-        values = [float(mmd(measured[:, layer], reference[:, layer])) for layer in range(self.setup.num_layers + 1)]
+        layers = range(self.setup.num_layers + 1)
+        one = (1.0,) * len(layers)
+        scale, reference_scale = (self.setup.stream_scale.get(site, one) for site in self.sites)
+        values = [
+            float(
+                mmd(scale[layer] * measured[:, layer].double(), reference_scale[layer] * reference[:, layer].double())
+            )
+            for layer in layers
+        ]
         return values, len(measured)

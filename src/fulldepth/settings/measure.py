@@ -40,8 +40,9 @@ class MeasureSettings(ReadingSettings):
     exact: bool = False
     """Sample nothing: the lens reads all positions, the entropies all sequences, and all tokens are kept for the
     measures that are not sums."""
-    lens_tokens: Count | None = 1024
-    """Positions in the seeded sample that the lens is applied to; None = all that have a target."""
+    lens_tokens: Count | Literal["auto"] | None = "auto"
+    """Positions in the seeded sample that the lens is applied to; None = all that have a target. auto: 1,024, fewer
+    where their products with the head would cost more than 1.25 forward passes over the data (at least 128)."""
     reservoir_tokens: Count | None = 2048
     """Tokens kept for measures that are not sums (centred cosine, CKA, NC1, MMD); exact while the data fit. None =
     all."""

@@ -15,6 +15,8 @@ Criterion = Literal["loss", "scaled", "kl"]
 Method = Literal["greedy", "exact", "one-shot", "cosine", "groups", "taylor", "random", "last", "given"]
 Granularity = Literal["attention", "mlp", "layer", "any"]
 GgufType = Literal["f16", "bf16", "q8_0"]
+ONE_PASS = ("cosine", "groups", "taylor")
+"""Searches that rank blocks by one pass over the data, without losses."""
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 TARGETS = ("target_speedup", "target_bytes", "target_cache", "max_loss")
@@ -78,7 +80,7 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
 
     options: ClassVar = {
         "The target": ("blocks", *TARGETS, "decode_share", "keep"),
-        "The search": ("search", "criterion", "granularity", "given", "budget", "seed"),
+        "The search": ("search", "criterion", "granularity", "given", "budget", "losses", "seed"),
         "Data": ("max_sequences", "sequence_length", "batch_size"),
         "Healing": ("fit",),
         "Loading the model": SPREADING,
@@ -89,6 +91,7 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
         Applies(("budget", "pool"), {"search": ("greedy",)}),
         Applies(("max_loss", "exchanges", "confidence"), {"search": ("greedy", "exact")}),
         Applies(("criterion",), {"search": ("greedy", "exact", "one-shot")}),
+        Applies(("losses",), {"search": (*ONE_PASS, "random", "last", "given")}),
         Applies(("pool", "exchanges"), {"criterion": ("loss", "kl")}),
         Applies(("learning_rate", "epochs", "patience"), {"fit": SET}),
         Applies(("fit_batch_size", "gradient_checkpointing"), {"fit": SET, "criterion": ("scaled",)}),
@@ -138,6 +141,9 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
     budget: Annotated[str, AfterValidator(_a_time)] | None = None
     """Time (90s, 10m, 2h) for the rounds of a greedy search; the losses of the plan on all data and the fits come on
     top. A round that it ends is noted in the plan (`stopped_by_budget`), and its choice is uncertain."""
+    losses: bool | None = None
+    """Compute the held-out loss of the model and after each removal. None: yes, unless blocks are ranked by cosine,
+    groups or taylor and no scalars are trained: the ranking alone costs one pass over the data."""
     fit: bool = True
     """Train the healing scalars, and the control "scalars only"."""
     learning_rate: Rate = 3e-3
@@ -156,11 +162,15 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
     @model_validator(mode="before")
     @classmethod
     def _implied_settings(cls, values: Any) -> Any:
-        """A target implies the granularity `any`, and `given` the search `given`, unless these are stated."""
+        """A target implies the granularity `any`, `given` the search `given`, and no `losses` no `fit`, unless these
+        are stated.
+        """
         if not isinstance(values, dict):
             return values
         if values.get("given") and "search" not in values:
             values = {**values, "search": "given"}
+        if values.get("losses") is False and "fit" not in values:
+            values = {**values, "fit": False}
         if "granularity" not in values and any(values.get(name) for name in TARGETS):
             values = {**values, "granularity": "any"}
         return values
@@ -175,6 +185,11 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
             raise FulldepthError(
                 f"--search groups removes whole layers, got --granularity {self.granularity}; set --granularity layer."
             )
+        if self.losses is False and self.fit:
+            raise FulldepthError(
+                "--no-losses and --fit contradict each other: the training of scalars ends by the held-out loss. Leave "
+                "one of them out."
+            )
         stated = [name for name in (*TARGETS, "given" if self.given else "blocks") if getattr(self, name)]
         if len(stated) > 1:
             options = " and ".join(map(self.option, stated))
@@ -184,6 +199,11 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
                 f"--given names {len(self.given)} blocks, but --blocks is {self.blocks}; leave --blocks out."
             )
         return self
+
+    @property
+    def computes_losses(self) -> bool:
+        """Whether the loss after each removal is computed."""
+        return self.fit or self.search not in ONE_PASS if self.losses is None else self.losses
 
     @property
     def num_blocks(self) -> int | None:
@@ -209,6 +229,8 @@ class CurveSettings(SearchSettings):
     """Most blocks to remove; fewer, with a message, if the model has fewer. Of `given` layers all are removed."""
     fit: bool = False
     """Heal the last plan with scalars."""
+    losses: Literal[True] = True
+    """Computed always: they are the curve."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,7 +1,8 @@
 """`outcome`: a plan as a result folder.
 
 Rows, with the columns `removed` (blocks) and `state` (`original`, `skipped`, `healed`, `scalars_only`): `loss` after
-every removal, healed, and of the control.
+every removal, healed, and of the control; `influence` (`cosine`) or `sensitivity` (`taylor`) of every candidate, by
+which a ranking chose. These alone where losses were not computed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from fulldepth.skip.plan import Plan, in_sample
 from fulldepth.skip.problem import SearchProblem
 
 KIND = "skip"
+SCORES = {"cosine": ("influence", "1"), "taylor": ("sensitivity", "nats")}
+"""Search -> the measure of the scores that it ranks by, and its unit."""
 FIFTH = 5
 """Rows of the data for each row that is held out."""
 UNKNOWN = "A plan keeps no losses of single documents; fulldepth skip bench --heldout states the error."
@@ -37,9 +40,10 @@ def outcome(
     control = plan.control_loss
     noted = plan.document()
     depth = problem.scorer.costs.num_layers
+    chain = plan.losses or [None] * (count + 1)
     losses: list[tuple[int | None, float | None, int, str]] = [
-        (None, plan.losses[0], 0, "original"),
-        *((min(pick).layer, plan.losses[at], at, "skipped") for at, pick in enumerate(plan.picks, start=1)),
+        (None, chain[0], 0, "original"),
+        *((min(pick).layer, chain[at], at, "skipped") for at, pick in enumerate(plan.picks, start=1)),
         (min(plan.picks[-1]).layer, plan.healed_loss, count, "healed"),
         (None, None if control is None else control.scalars_only, 0, "scalars_only"),
     ]
@@ -48,6 +52,7 @@ def outcome(
         for layer, loss, removed, state in losses
         if loss is not None
     ]
+    tables += scores_of(plan, tokens)
     warnings = list(plan.data.get("warnings", []))
     stopped = plan.cost.get("stopped_by_budget", [])
     warnings += [f"{line.capitalize()}; a higher budget may change its pick." for line in stopped]
@@ -74,11 +79,30 @@ def outcome(
     return Results(stacked(tables, removed="Int64", state="str"), dict(finite(document)))
 
 
+def scores_of(plan: Plan, tokens: int) -> list[Any]:
+    """The table of the scores that a ranking chose by; empty for other searches."""
+    scores = plan.cost.get("scores")
+    if not isinstance(scores, dict):
+        return []
+    measure, unit = SCORES[plan.search]
+    pairs = [(name.split(), score) for name, score in scores.items()]
+    rows = [(measure, part, int(layer), None, "mean", score, tokens, unit) for (part, layer), score in pairs]
+    return [tabulate(rows, removed=0, state="original")]
+
+
 def headline(plan: Plan, depth: int) -> dict[str, Finding]:
     """The findings of a plan for a model of `depth` layers, by name."""
+    order = ", ".join(map(str, plan.blocks))
+    if not plan.losses:
+        sentence = (
+            f"{plan.what[0].upper()}{plan.what[1:]} (in the order {order}; the model has {depth} layers): removed by "
+            f"the ranking {plan.search}. Losses were not computed; --losses computes them, and `fulldepth skip bench "
+            "--heldout` measures exports."
+        )
+        unhealed = Finding(None, "nats", "No scalars were fitted: the model is not healed.")
+        return {**target(plan), "loss_added": Finding(None, "nats", sentence), "loss_healed": unhealed}
     base = plan.losses[0]
     last = plan.losses[-1]
-    order = ", ".join(map(str, plan.blocks))
     sentence = (
         f"Removing {plan.what} (in the order {order}; the model has {depth} layers) changes the held-out loss by "
         f"{last - base:+.4f} nats, from {base:.4f} to {last:.4f}, not healed."

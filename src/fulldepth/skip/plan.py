@@ -100,7 +100,7 @@ class Plan(Settings):
     """The entries of `plan.json`, checked for consistency. `of` and `load` raise readable errors."""
 
     def __repr__(self) -> str:
-        change = f"{self.losses[0]:.4f} to {self.losses[-1]:.4f} nats"
+        change = f"{self.losses[0]:.4f} to {self.losses[-1]:.4f} nats" if self.losses else "unknown"
         healed = "" if self.healed_loss is None else f", healed {self.healed_loss:.4f}"
         return f"Plan({self.model.name} without {self.what}; loss {change}{healed})"
 
@@ -114,7 +114,8 @@ class Plan(Settings):
     blocks: Annotated[list[PositiveInt | BlockName], Field(min_length=1)]
     """1-based layers in the order of their removal; of granularity `any`, `attention 7`, `mlp 12` or `layer 3`."""
     losses: list[Loss]
-    """Mean held-out loss in nats of the original model and after each removal, without scalars for every criterion."""
+    """Mean held-out loss in nats of the original model and after each removal, without scalars for every criterion;
+    empty for a ranking whose losses were not computed (`losses` of `SearchSettings`)."""
     healed_loss: Loss | None
     """The loss after all removals with the scalars; None if none were fitted."""
     control_loss: ControlLoss | None
@@ -128,7 +129,7 @@ class Plan(Settings):
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Plan:
         picks_of(self.blocks, self.granularity)
-        if len(self.losses) != len(self.blocks) + 1:
+        if len(self.losses) != len(self.blocks) + 1 and (self.losses or self.healed_loss is not None):
             raise FulldepthError(
                 f"losses has {len(self.losses)} numbers for {len(self.blocks)} blocks; expected "
                 f"{len(self.blocks) + 1}: the model itself, then one after each removal."

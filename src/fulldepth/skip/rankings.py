@@ -30,7 +30,13 @@ GATES = {"attention": ("b_att",), "mlp": ("b_mlp",), "layer": ("b_att", "b_mlp")
 
 
 def rank(
-    loss_cache: LossCache, search: str, goal: Goal, *, seed: int = 0, given: Sequence[int | str] | None = None
+    loss_cache: LossCache,
+    search: str,
+    goal: Goal,
+    *,
+    seed: int = 0,
+    given: Sequence[int | str] | None = None,
+    scores: dict[Block, float] | None = None,
 ) -> list[Variant]:
     """The blocks that a baseline removes, in its order; of granularity `any`, attentions and MLPs in one ranking.
 
@@ -54,12 +60,14 @@ def rank(
         goal: the ranking is cut where it is reached.
         seed: of `random`.
         given: blocks of `given`, as in `Plan.blocks`.
+        scores: receives what `cosine` and `taylor` rank by, for every candidate: the mean over tokens, in nats for
+            `taylor`.
     """
     costs = loss_cache.costs
     if search == "given":
         return picks_of(given or (), costs.granularity)
     count = int(goal.needed) if goal.target == "blocks" else len(costs.able)
-    ranked = _closest_run(loss_cache, goal) if search == "groups" else _ranked(loss_cache, search, count, seed)
+    ranked = _closest_run(loss_cache, goal) if search == "groups" else _ranked(loss_cache, search, count, seed, scores)
     removed = BASE
     picks = list[Variant]()
     for block in ranked:
@@ -69,8 +77,10 @@ def rank(
     return picks
 
 
-def _ranked(loss_cache: LossCache, search: str, count: int, seed: int) -> list[Block]:
-    """Rank all candidates; the first ones are to be removed."""
+def _ranked(
+    loss_cache: LossCache, search: str, count: int, seed: int, means: dict[Block, float] | None = None
+) -> list[Block]:
+    """Rank all candidates; the first ones are to be removed. Means over tokens are put into `means`."""
     costs = loss_cache.costs
     removable = list(costs.able)
     if search == "last":
@@ -88,6 +98,11 @@ def _ranked(loss_cache: LossCache, search: str, count: int, seed: int) -> list[B
         measure = partial(influence, runs=[[block] for block in removable])
         sums = _summed(loss_cache, search, sensitivity if costly else measure, len(removable), training=costly)
         scores = dict(zip(removable, map(abs, sums), strict=True))
+        if means is not None:
+            batches = [batch for chunk in loss_cache.chunks for batch in chunk]
+            predicted = sum(len(batch.targets) for batch in batches)
+            tokens = predicted if costly else sum(int(batch.inputs["attention_mask"].sum()) for batch in batches)
+            means |= {block: score / tokens for block, score in scores.items()}
     return sorted(removable, key=lambda block: (scores[block], block))
 
 

@@ -18,7 +18,7 @@ from fulldepth.core.progress import Watcher
 from fulldepth.execution.flops import Costs, Shape, Variant
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED
-from fulldepth.hf import check_depth, is_offloaded
+from fulldepth.hf import Block, check_depth, is_offloaded
 from fulldepth.results import DOCUMENT, PAGE, Results, versions
 from fulldepth.settings import Settings, layer
 from fulldepth.settings.keywords import takes_settings
@@ -169,7 +169,9 @@ def search_with(
 
     say_costs(problem, watcher)
     goal = goal_of(loss_cache, settings, timed)
-    picks, rounds, exchanges = _choose(loss_cache, goal, settings)
+    scores: dict[Block, float] = {}
+    picks, rounds, exchanges = _choose(loss_cache, goal, settings, scores)
+    scored = {"scores": {f"{part} {number}": score for (number, part), score in scores.items()}} if scores else {}
     if not picks:
         limit = "" if settings.max_loss is None else f" within {settings.max_loss:g} nats"
         loss_cache.discard()
@@ -177,7 +179,8 @@ def search_with(
     removed = chain(picks)[-1]
     if settings.target != "max_loss" and goal.left(removed):
         watcher.say(f"The search ended at {goal.progress(removed)}: no candidate is left.")
-    loss_cache.need_everywhere("Losses on all data", chain(picks), loss_cache.unhealed)
+    measured_chain = chain(picks) if settings.computes_losses else []
+    loss_cache.need_everywhere("Losses on all data", measured_chain, loss_cache.unhealed)
     searched = dict(loss_cache.spent)
     work = {"fit healed": partial(fitted, removed), "fit control": partial(fitted, BASE)}
     fits = loss_cache.task(work, StoredFit) if settings.fit else []
@@ -195,7 +198,7 @@ def search_with(
             "criterion": settings.criterion,
             "search": settings.search,
             "blocks": [name_of(pick, settings.granularity) for pick in picks],
-            "losses": [loss_cache.mean(variant, LOSS) for variant in chain(picks)],
+            "losses": [loss_cache.mean(variant, LOSS) for variant in measured_chain],
             "healed_loss": healed and healed["heldout_loss"],
             "control_loss": control and {"scalars_only": control["heldout_loss"]},
             "scalars": healed["scalars"] if healed else {},
@@ -207,7 +210,7 @@ def search_with(
             },
             "seed": settings.seed,
             "versions": versions(),
-            "cost": _cost(problem, loss_cache, goal, picks, rounds, exchanges, searched, fits),
+            "cost": _cost(problem, loss_cache, goal, picks, rounds, exchanges, searched, fits) | scored,
         }
     )
     if folder is not None and process.is_main:
@@ -218,11 +221,15 @@ def search_with(
 
 
 def _choose(
-    loss_cache: LossCache, goal: Goal, settings: SearchSettings
+    loss_cache: LossCache, goal: Goal, settings: SearchSettings, scores: dict[Block, float]
 ) -> tuple[list[Variant], list[Round], list[dict[str, Any]]]:
-    """Choose the blocks to remove, in order; with the rounds of an elimination and the exchanges after it."""
+    """Choose the blocks to remove, in order; with the rounds of an elimination and the exchanges after it.
+
+    The scores of a ranking are put into `scores`.
+    """
     if settings.search not in ("greedy", "exact"):
-        return rank(loss_cache, settings.search, goal, seed=settings.seed, given=settings.given), [], []
+        given = settings.given
+        return rank(loss_cache, settings.search, goal, seed=settings.seed, given=given, scores=scores), [], []
     picks, rounds = eliminate(
         loss_cache,
         goal,

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import yaml
 from pydantic import Field, FiniteFloat, NonNegativeInt
 from transformers import PreTrainedModel, TrainingArguments
@@ -19,22 +20,35 @@ from fulldepth.core.errors import FulldepthError, StoppedError, is_disk_full, on
 from fulldepth.core.files import Fingerprint, atomic, locked, read_json, reading, validated
 from fulldepth.core.progress import Watcher
 from fulldepth.data import ORDER
+from fulldepth.execution import find_anatomy
+from fulldepth.execution.readers import prove
+from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import (
     UNFINISHED,
     drop_checkpoints,
+    evaluating,
+    find_exit_heads,
     find_tokenizer,
     is_sealed,
     load_processor,
     load_tokenizer,
     notes_of,
     open_model,
+    sample_inputs,
     save_exit_heads,
     sealed_checkpoints,
     settle_checkpoints,
 )
-from fulldepth.hf.checkpoint_folder import check_free, check_target, folder_to_be
+from fulldepth.hf.checkpoint_folder import (
+    check_free,
+    check_target,
+    folder_to_be,
+    publish_older_names,
+    strip_foreign_code,
+)
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.run_checkpoints import SEAL
+from fulldepth.hf.stock import as_stock
 from fulldepth.losses import per_batch_terms
 from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
 from fulldepth.settings import Settings, layer, read
@@ -340,6 +354,7 @@ def export_run(
     *,
     step: int | None = None,
     dtype: str | None = None,
+    stock: bool = False,
     watcher: Watcher,
 ) -> Path:
     """Write the model of a run's checkpoint (configuration, tokenizer, safetensors) into a folder of its own.
@@ -349,13 +364,17 @@ def export_run(
         output: the new folder, which must not exist.
         step: step of the checkpoint; None = the last complete one.
         dtype: `float32`, `bfloat16` or `float16`; None = that of the checkpoint.
+        stock: write a `depth_llama` as the class of transformers that computes the same: a model without a tree, a
+            memory or Hyper-Connections. LayerNorm scaling becomes a part of the norms' gains. A fresh process with
+            transformers alone loads the folder, and its logits are compared before the folder is renamed.
         watcher: receives progress messages.
 
     Returns:
         The new folder.
 
     Raises:
-        FulldepthError: if there is no such run or checkpoint, `output` exists, the disk is full, or a file is damaged.
+        FulldepthError: if there is no such run or checkpoint, `output` exists, the disk is full, a file is damaged, or
+            no class of transformers computes the model (`stock`).
     """
     if is_sealed(run) and step is None:  # the folder of a checkpoint instead of its run
         step = step_of(Path(run).absolute())
@@ -377,13 +396,31 @@ def export_run(
         load_processor(checkpoint, None)
     watcher.say(f"Exporting {checkpoint}")
     with folder_to_be(target) as part:
-        left_out = shutil.ignore_patterns(*NOT_THE_MODEL, *(WEIGHT_FILES if dtype is not None else ()))
+        weights_anew = WEIGHT_FILES if dtype is not None or stock else ()
+        left_out = shutil.ignore_patterns(*NOT_THE_MODEL, *weights_anew, *(("*.py",) if stock else ()))
         shutil.copytree(checkpoint, part, ignore=left_out, dirs_exist_ok=True)
-        if dtype is not None:
+        if stock:
+            _write_stock(checkpoint, part, dtype)
+        elif dtype is not None:
             model = open_model(checkpoint, exit_heads=True, dtype=dtype, device="cpu").model
             model.save_pretrained(part)
             save_exit_heads(model, part)
     return target
+
+
+def _write_stock(checkpoint: Path, folder: Path, dtype: str | None) -> None:
+    """Write a checkpoint's model as one of a stock class, and compare the logits that a fresh process computes."""
+    model = open_model(checkpoint, dtype=dtype or "auto", device="cpu").model
+    if find_exit_heads(checkpoint) is not None:
+        raise FulldepthError(f"{checkpoint} has exit heads, which no stock class reads. Export it without --stock.")
+    anatomy = find_anatomy(model)
+    inputs = sample_inputs(anatomy)
+    with torch.no_grad(), evaluating(model):
+        expected = model(**inputs, use_cache=False).logits
+    as_stock(model).save_pretrained(folder)
+    publish_older_names(folder)
+    strip_foreign_code(folder, carries_code=False)
+    prove(folder, inputs, expected, TOLERANCE[expected.dtype], "stock")
 
 
 @contextmanager

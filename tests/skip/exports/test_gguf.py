@@ -18,6 +18,7 @@ from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.execution.readers import with_llama_cpp
 from fulldepth.hf import load_checkpoint
+from fulldepth.hf.gguf import load_gguf_config
 from fulldepth.results import Results
 from fulldepth.skip import export, load
 from fulldepth.skip.exports import export as exporting
@@ -162,6 +163,10 @@ def test_folded_scalars_change_the_output_projections_alone(quantise, gguf_type,
         "blk.1.attn_output.weight"
     }
     assert {tensors[name][0].name for name in other} == {kind}
+    factors = [1.0]
+    for layer in "1234":
+        factors.append(factors[-1] * scalars[layer].get("s_att", 1.0) * scalars[layer]["s_mlp"])
+    assert load_gguf_config(report.path).fulldepth_stream_scale == pytest.approx(factors, rel=1e-6)
     assert report.bytes == report.path.stat().st_size
 
 

@@ -55,6 +55,7 @@ from fulldepth.hf.checkpoint_folder import (
 from fulldepth.hf.gguf import load_gguf_config, load_gguf_model, read_header
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import factor_names
+from fulldepth.hf.stream_scale import EXPORT_NOTES
 from fulldepth.results import versions
 from fulldepth.settings import Settings
 from fulldepth.settings.exit import file_size
@@ -66,8 +67,7 @@ from fulldepth.skip.exports.formats.gguf import source_of
 from fulldepth.skip.plan import MOST_BYTES, UNHEALED, Plan, in_sample
 from fulldepth.subject import chosen_tokenizer, open_checkpoint
 
-NOTES = "fulldepth_skip.json"
-"""File of an export with its format, error, notes and plan."""
+NOTES = EXPORT_NOTES
 SCHEMA_VERSION = 1
 CODE = "modeling_skipped.py"
 """File of an export with the code of its class."""
@@ -214,7 +214,7 @@ def _plan_of_few_layers(plan: Plan, copy: Anatomy) -> Plan:
         model=document["model"] | {"hash": model_hash(copy.model)},
         granularity="any",
         blocks=blocks,
-        losses=[plan.losses[0]] * (len(blocks) + 1),
+        losses=plan.losses[:1] * (len(blocks) + 1),
         **UNHEALED,
     )
     if not plan.scalars:
@@ -372,7 +372,8 @@ def card_of(
     name = one_line(plan.model.name, 200)
     title = f"{name} without {plan.what}"
     change = "" if plan.healed_loss is None else ", and scalars fitted on the remaining blocks compensate for them"
-    losses = {"Held-out loss of the original": plan.losses[0], "without the blocks": plan.losses[-1]}
+    names = ("Held-out loss of the original", "without the blocks")
+    losses = dict(zip(names, (plan.losses[0], plan.losses[-1]), strict=True)) if plan.losses else {}
     if plan.healed_loss is not None:
         losses["without the blocks, with scalars"] = plan.healed_loss
     numbers = {key: f"{loss:.4f} nats a token" for key, loss in losses.items()}

@@ -40,6 +40,7 @@ from fulldepth.hf import (
     scale_obstacle,
 )
 from fulldepth.hf.scalars import FACTORS, Scalars
+from fulldepth.hf.stream_scale import stream_scale, write_stream_scale
 from fulldepth.hf.surgery import skipping
 from fulldepth.skip.plan import Plan
 
@@ -92,6 +93,11 @@ class Folding:
         """A folding that changes no weights."""
         return cls(0.0, (1.0,) * (2 * anatomy.num_layers + 1), note)
 
+    def state_scale(self, anatomy: Anatomy) -> list[float]:
+        """c_0..c_L of the folded model's states h_0..h_L, times the scale that its configuration states already."""
+        before = stream_scale(anatomy.model.config, anatomy.num_layers)
+        return [factor * stated for factor, stated in zip(self.stream_scale[::2], before, strict=True)]
+
     def weight(self, name: str, weight: Tensor) -> Tensor:
         """The weight of the folded model, computed from the model's own weight of that name."""
         return self.changes[name].weight(name, weight) if name in self.changes else weight
@@ -100,7 +106,8 @@ class Folding:
 def fold(model: PreTrainedModel, plan: Plan) -> Folding:
     """Multiply a plan's scalars into the model's own weights in place, and zero the skipped branches.
 
-    The error is measured before any weight changes.
+    The model's configuration gets the scale c of the stream (`hf.stream_scale`), by which MMD compares its states. The
+    error is measured before any weight changes.
 
     Args:
         model: the model that the plan was made for, as loaded.
@@ -121,11 +128,13 @@ def fold(model: PreTrainedModel, plan: Plan) -> Folding:
             "plan in the format folded, which reads them one after the other."
         )
     plan.check_model(model)
-    folding = prepare(find_anatomy(model), plan)
+    anatomy = find_anatomy(model)
+    folding = prepare(anatomy, plan)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for parameter, name in {parameters[name]: name for name in folding.changes}.items():
             parameter.copy_(folding.weight(name, parameter))
+    write_stream_scale(model.config, folding.state_scale(anatomy))
     return folding
 
 

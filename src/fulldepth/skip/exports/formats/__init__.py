@@ -5,7 +5,8 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import Anatomy, check_depth, without_layers
-from fulldepth.skip.exports.formats.checkpoint import Draft, as_stock, as_text, carries_code
+from fulldepth.hf.stock import as_stock
+from fulldepth.skip.exports.formats.checkpoint import Draft, as_text, carries_code
 from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
 from fulldepth.skip.exports.formats.format import Folded, Format, Layer

@@ -1,4 +1,4 @@
-"""Shared by all formats: conversion to a stock class, and writing a checkpoint from a class and its weights."""
+"""Shared by all formats: writing a checkpoint from a class and its weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fulldepth.core.errors import FulldepthError
-from fulldepth.hf import Anatomy, is_offloaded, loaded_weight
+from fulldepth.hf import Anatomy, loaded_weight
 from fulldepth.hf.asked_outputs import make_plain
 from fulldepth.hf.promises import withdraw_promises
 from fulldepth.hf.tying import state_untied, stated_ties, weights_apart
@@ -76,36 +75,14 @@ class Draft:
         return self.folding.weight(name, loaded_weight(self.model, name, tensor))
 
     @property
+    def state_scale(self) -> list[float]:
+        """c_0..c_L of the folded model's states."""
+        return self.folding.state_scale(self.anatomy)
+
+    @property
     def blocks_name(self) -> str:
         """Path of the list of blocks from the model, as in the names of weights."""
         return next(name for name, module in self.model.named_modules() if module is self.anatomy.block_list)
-
-
-def as_stock(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself; a class with a `stock_class` and no active switch becomes that class, with the same weights.
-
-    Raises:
-        FulldepthError: for a model with active switches, which no stock class computes, or with offloaded weights.
-    """
-    config = model.config
-    stock_class = getattr(model, "stock_class", None)
-    if stock_class is None:
-        return model
-    if config.switches:
-        thrown = " and ".join(f"{name} {value!r}" for name, value in config.switches.items())
-        stock_type = config.stock_model_type
-        raise FulldepthError(f"A {config.model_type} with {thrown} is no stock decoder; one without is a {stock_type}.")
-    if is_offloaded(model):
-        raise FulldepthError(f"A {config.model_type} is exported from memory only. Load it without a device map.")
-    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
-        stock: PreTrainedModel = stock_class(config.stock_config())
-    stock_weights: Any = getattr(model, "stock_weights", model.state_dict)
-    stock.load_state_dict(stock_weights(), assign=True)
-    if weights_apart(model):
-        state_untied(stock.config)
-    stock.tie_weights()
-    stock.generation_config = model.generation_config
-    return stock.train(model.training)
 
 
 def carries_code(model: PreTrainedModel) -> bool:

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
 from fulldepth.core.errors import FulldepthError
+from fulldepth.hf.stream_scale import write_stream_scale
 from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
 from fulldepth.skip.exports.formats.format import Format
 from fulldepth.skip.plan import Plan
@@ -102,7 +103,9 @@ class DeciLM(Format):
             if biased and name.endswith("o_proj.weight"):
                 bias = weight.map(lambda tensor: tensor.new_zeros(len(tensor)))
                 weights.setdefault(name.replace("weight", "bias"), bias)
-        save(draft, DeciLMForCausalLM, DeciLMConfig(**values), weights)
+        decilm = DeciLMConfig(**values)
+        write_stream_scale(decilm, draft.state_scale)
+        save(draft, DeciLMForCausalLM, decilm, weights)
         notes = [
             "UNVERIFIED: names and shapes are the published ones, and the code that this folder carries gives the "
             "plan's logits, but no reader of the DeciLM layout has loaded it; benchmarks/readers.py does.",

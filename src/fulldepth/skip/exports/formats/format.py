@@ -17,6 +17,7 @@ from fulldepth.execution import find_anatomy
 from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import Anatomy, cut_config, first_layers, is_offloaded, without_layers
 from fulldepth.hf.scalars import GRANULARITIES, ROLES
+from fulldepth.hf.stream_scale import write_stream_scale
 from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, carries_code, save
 from fulldepth.skip.plan import Plan
@@ -113,7 +114,9 @@ class Folded(Format):
         """Write all weights."""
         model = draft.model
         conversions = getattr(model, "_weight_conversions", None)
-        save(draft, type(model), copy.deepcopy(model.config), draft.weights(), conversions=conversions)
+        config = copy.deepcopy(model.config)
+        write_stream_scale(config, draft.state_scale)
+        save(draft, type(model), config, draft.weights(), conversions=conversions)
         notes = [draft.folding.note, "Skipped blocks are computed and give zeros: for less cost, use another format."]
         if carries_code(model):
             notes[1:] = ["Skipped blocks are computed and give zeros, which saves nothing.", code_note(model.config)]
@@ -148,6 +151,8 @@ class Layer(Format):
         num_layers = draft.anatomy.num_layers
         remaining_layers = remaining(draft.plan, draft.anatomy)
         config, changed, by_list = cut_config(draft.anatomy, remaining_layers)
+        scale = draft.state_scale
+        write_stream_scale(config, [scale[layer] for layer in (0, *remaining_layers)])
         weights = {}
         for name, weight in draft.weights().items():
             if name.startswith(f"{draft.blocks_name}."):

@@ -15,7 +15,7 @@ Source: llama.cpp, `models/deci.cpp`; both shown by its log-probabilities in `te
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from fulldepth.core.errors import FulldepthError, names_of
 from fulldepth.hf import Anatomy, device_of, load_checkpoint
 from fulldepth.hf.gguf import SCALED_BY_WIDTH, Header, find_gguf, load_gguf_config, packaged, read_header
 from fulldepth.hf.scalars import GRANULARITIES, ROLES
+from fulldepth.hf.stream_scale import GGUF_ENTRY
 from fulldepth.skip.exports.formats.checkpoint import Draft, Weight
 from fulldepth.skip.exports.formats.format import Format
 from fulldepth.skip.plan import Plan
@@ -93,7 +94,9 @@ class Gguf(Format):
         """Write the file."""
         attention, mlp = (draft.plan.lacking(part) for part in ROLES)
         source = source_of(draft.model)
-        notes, stored = write_gguf(source, draft.folder, attention, mlp, draft.weights(), draft.gguf_type)
+        notes, stored = write_gguf(
+            source, draft.folder, attention, mlp, draft.weights(), draft.gguf_type, draft.state_scale
+        )
         draft.stored.update(stored)
         return [draft.folding.note, *notes]
 
@@ -122,6 +125,7 @@ def write_gguf(
     without_mlp: Collection[int],
     weights: Mapping[str, Weight] | None = None,
     gguf_type: str | None = None,
+    scale: Sequence[float] | None = None,
 ) -> tuple[list[str], dict[str, Tensor]]:
     """Write a GGUF file without some attentions and MLPs.
 
@@ -134,6 +138,7 @@ def write_gguf(
             dequantised weight in its own precision, the source's bytes are copied. None = no weight changed.
         gguf_type: `f16`, `bf16` or `q8_0`, of changed matrices; None = the source's type, or `q8_0` where the `gguf`
             package cannot write that (`f16` where a row is no multiple of 32).
+        scale: c_0..c_L of the states of the source's layers (`hf.stream_scale`); None = 1.
 
     Returns:
         Notes on what was written, and the changed weights as the file holds them.
@@ -155,6 +160,9 @@ def write_gguf(
             kind = field.types[-1] if field else GGUFValueType.UINT32  # of the entries of a list
             array = isinstance(value, list | tuple)
             writer.add_key_value(key, value, GGUFValueType.ARRAY if array else kind, kind if array else None)
+        if scale is not None and any(factor != 1 for factor in scale):
+            after = [scale[mlp or attention or 0] for attention, mlp in layers]
+            writer.add_key_value(GGUF_ENTRY, [scale[0], *after], GGUFValueType.ARRAY, GGUFValueType.FLOAT32)
         written = {name: (data, kind) for name, data, kind in tensors(header, reader.tensors, layers, replaced)}
         for name, (data, kind) in written.items():
             writer.add_tensor(name, data, raw_dtype=kind)
@@ -267,7 +275,7 @@ def metadata(header: Header, layers: Layers, architecture: str) -> dict[str, Any
     renamed = {
         f"{architecture}.{key.removeprefix(prefix)}" if key.startswith(prefix) else key: value
         for key, value in header.metadata.items()
-        if key != "general.architecture" and value != ()
+        if key not in ("general.architecture", GGUF_ENTRY) and value != ()
     }
     return renamed | {f"{architecture}.{name}": value for name, value in values.items()}
 
