@@ -125,6 +125,12 @@ class Setup:
     """Look-alike words whose linear separability is measured."""
     projections: tuple[str, ...] = ()
     """Names of the weight matrices inside a block whose spectral norms are measured."""
+    effect_parts: tuple[str, ...] = ("layer",)
+    """Parts of layers that are removed in turn: `layer`, `attention`, `mlp`."""
+    effect_positions: int = 4
+    """Number of positions t drawn in each sequence, before which a part is removed (see `layer_effect`)."""
+    double: bool = False
+    """True if the model computes in float64, so that samples of its numbers are kept in it."""
     seed: int = 0
     device: torch.device = CPU
     """Device of the accumulators."""
@@ -302,7 +308,10 @@ class Measure(Accumulator):
     """Activations that the measure reads."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Requirements, out of `targets, labels, words, equal_lengths, several_sequences, reference, weights, routing,
-    head_shares, boxes, objects`."""
+    head_shares, boxes, objects, interventions`. Measures that need `weights` or `interventions` are not updated with
+    observations of forward passes."""
+    optional: ClassVar[bool] = False
+    """True if the measure is computed only when it is named, because it takes forward passes of its own."""
     steps: ClassVar[int] = 1
     """Number of parts of `rows`, for progress; a measure with several calls `advance`."""
 
