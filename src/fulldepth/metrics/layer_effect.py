@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from fulldepth.metrics.jackknife import influence_of_ratio, standard_error
 from fulldepth.metrics.reservoir import Reservoir, priority
 
 SCOPES = ("all", "future")
-"""`all`: the part is removed at every position. `future`: at positions before t only, and effects are read from t on."""
+"""`all`: a part is removed at every position. `future`: only at positions before t, and effects are read from t on."""
 STRIDE = 8
 """The positions t of the scope `future` are multiples of this number."""
 SHARE = 0.9
@@ -112,13 +113,13 @@ class LayerEffect(Measure):
 
     The means' standard errors come from sums per group of clusters. The error of the quantile is Woodruff's: the
     cluster-robust error of the share of positions below the quantile, mapped back through the empirical distribution.
-    Maxima have none. `later_all` and `later_future` are the means of `mean_all` and `mean_future` over the later layers.
+    Maxima have none. `later_all` and `later_future` are means of `mean_all` and `mean_future` over the later layers.
     """
 
     name = "layer_effect"
     optional = True
     needs = frozenset({"interventions"})
-    units = {
+    units: ClassVar[Mapping[str, str]] = {
         **{f"{name}_{scope}": "1" for name in ("mean", "q90", "max", "later", "output_change") for scope in SCOPES},
         **{f"standard_error_of_{name}_{scope}": "1" for name in ("mean", "q90", "later") for scope in SCOPES},
         **{f"{prefix}divergence_{scope}": "nats" for prefix in ("", "standard_error_of_") for scope in SCOPES},
@@ -318,8 +319,8 @@ def sampled_quantile(values: Tensor, group: Tensor, groups: int, share: float = 
         share: p.
 
     Returns:
-        Quantile and standard error, `[K]` float64 each, interpolated linearly (numpy's default); NaN without values, and
-        for errors with too few groups.
+        Quantile and standard error, `[K]` float64 each, interpolated linearly (numpy's default); NaN without values,
+        and for errors with too few groups.
     """
     values = values.double()
     finite = values.isfinite()

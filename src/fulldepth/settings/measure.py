@@ -10,6 +10,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.settings.loading import LOADING, SPREADING, Count, Length, LoadingSettings, ReadingSettings
 
 TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos", "patches", "mean", "mean-patches"]
+EffectPart = Literal["layer", "attention", "mlp"]
 
 SAMPLES = ("lens_tokens", "entropy_sequences", "reservoir_tokens")
 """Settings that limit a sample; None = no limit."""
@@ -54,7 +55,7 @@ class MeasureSettings(ReadingSettings):
     """Most probable tokens kept in each cell of the lens grid."""
     grid_positions: int = Field(default=48, ge=1, le=4096)
     """First positions of a sequence that the lens grid shows."""
-    effect_parts: Annotated[list[Literal["layer", "attention", "mlp"]], Field(min_length=1)] = ["layer"]
+    effect_parts: list[EffectPart] = Field(default=["layer"], min_length=1)
     """Comma-separated parts that layer_effect removes from each layer in turn: layer, attention, mlp."""
     effect_positions: int = Field(default=4, ge=1, le=64)
     """Positions t drawn in each sequence for layer_effect on later tokens: a part is removed before t, and effects are
