@@ -163,7 +163,7 @@ def test_effects_equal_a_plain_loop_over_sequences_run_alone(name, part, texts):
     model = stock(name)
     results = measured(model, texts, effect_parts=part, effect_positions=64)
     sequences = tokens_of(texts)
-    assert len({*map(len, sequences)}) > 3 and min(map(len, sequences)) < 9 < max(map(len, sequences))
+    assert min(map(len, sequences)) < 9 < max(map(len, sequences))
     starts = [range(8, len(ids), 8) for ids in sequences]
     expected = plain_loop(model, name, part, sequences, starts)
     found = numbers_of(results, part)
@@ -202,13 +202,14 @@ def test_models_whose_layers_are_not_run_one_by_one_take_whole_passes(texts):
     results = measured(model, texts, effect_parts="layer", watcher=Watcher(say=said.append), effect_positions=1)
     assert any("each removal is a whole pass" in line for line in said)
     changes = results.table[results.table.statistic == "mean_all"]
-    assert len(changes) == 3 and (changes.value > 0).all()
+    assert len(changes) == 3
+    assert (changes.value > 0).all()
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
 def test_encoders_are_refused(name, texts, checkpoint, picture_folder):
     data = picture_folder if name == "vit" else texts
-    with pytest.raises(FulldepthError, match="layer_effect was asked for but cannot be measured: .* is an encoder"):
+    with pytest.raises(FulldepthError, match=r"layer_effect was asked for but cannot be measured: .* is an encoder"):
         fulldepth.measure(checkpoint(name), data, measures=["layer_effect"])
 
 
@@ -226,7 +227,9 @@ def test_the_measure_is_left_out_unless_it_is_named(texts):
 def test_short_sequences_have_no_effects_on_later_tokens(texts):
     results = measured(stock("llama"), texts, sequence_length=8)
     assert not results.table.statistic.str.endswith("_future").any()
-    assert {"measure": "layer_effect (future)", "reason": "no sequence is longer than 8 tokens"} in results.meta["left_out"]
+    assert {"measure": "layer_effect (future)", "reason": "no sequence is longer than 8 tokens"} in results.meta[
+        "left_out"
+    ]
 
 
 def test_the_cost_is_stated_before_the_progress_begins(texts):
@@ -237,7 +240,9 @@ def test_the_cost_is_stated_before_the_progress_begins(texts):
         advance=lambda count: events.append(count),
     )
     measured(stock("llama"), texts, watcher=watcher, batch_size=8)
-    cost = next(n for n, event in enumerate(events) if isinstance(event, str) and "forward passes over the data" in event)
+    cost = next(
+        n for n, event in enumerate(events) if isinstance(event, str) and "forward passes over the data" in event
+    )
     begun = next(n for n, event in enumerate(events) if isinstance(event, tuple) and event[0].startswith("Removing"))
     assert cost < begun
     steps = list(itertools.takewhile(lambda event: not isinstance(event, tuple), events[begun + 1 :]))

@@ -13,6 +13,7 @@ from torch import Tensor
 from fulldepth.core.distributed import Processes
 from fulldepth.core.progress import Watcher
 from fulldepth.core.targets import IGNORE
+from fulldepth.core.uncertainty import counted
 from fulldepth.data import Batch
 from fulldepth.execution.flops import token_products, weight_products
 from fulldepth.execution.predictions import read_predictions, row_parts
@@ -107,19 +108,19 @@ class EffectPass:
         device = states.device
         mask = batch.mask(states.shape[1], device)
         counting = self.counting
-        counted = tokens.counted(counting.policy, mask, batch.token_ids, counting.eos, counting.leading)
+        counts = tokens.counted(counting.policy, mask, batch.token_ids, counting.eos, counting.leading)
         position = mask.long().cumsum(1) - 1
         allowed = mask & ((position > 0) | self.settings.effect_first)
         scored = torch.zeros_like(mask)
         if batch.targets is not None and self.classifier is not None:
             scored = mask & (batch.targets.to(device) != IGNORE)
         sequence = batch.sequence.to(device)[:, None] << POSITION_BITS
-        read = counted & allowed
+        read = counts & allowed
         yield Intervention("all", allowed, read, (sequence | position)[read], scored)
         starts = draw_starts(mask.sum(1), batch.sequence, self.draws, self.settings.seed).to(device)  # [draws, B]
         for number, start in enumerate(starts):
             begins = start[:, None]
-            read = counted & (position >= begins) & (begins > 0)
+            read = counts & (position >= begins) & (begins > 0)
             keys = sequence | (position * self.settings.effect_positions + number)
             yield Intervention("future", allowed & (position < begins), read, keys[read], torch.zeros_like(mask))
 
@@ -220,13 +221,16 @@ class EffectPass:
 
     def _state_cost(self) -> None:
         """State the cost in forward passes."""
-        parts = " and ".join({"layer": "layer", "attention": "attention", "mlp": "MLP"}[part] for part in self.parts)
-        scopes = f" and before {self.draws} positions of each sequence" if self.draws else ""
+        names = {"layer": "", "attention": "the attention", "mlp": "the MLP"}
+        parts = " and ".join(filter(None, (names[part] for part in self.parts)))
+        whole = "each" * ("layer" in self.parts)
+        removed = " and ".join(filter(None, (whole, parts and f"{parts} of each")))
+        scopes = f" and before {counted(self.draws, 'position')} of each sequence" if self.draws else ""
         reason = ""
         if self.remover.whole_passes:
             reason = " (each removal is a whole pass, because the layers of this model cannot be run one by one)"
         self.watcher.say(
-            f"layer_effect removes the {parts} of {len(self.layers)} layers in turn, at all positions{scopes}: about "
+            f"layer_effect removes {removed} of {len(self.layers)} layers in turn, at every token{scopes}: about "
             f"{self._passes():,.0f} forward passes over the data{reason}."
         )
 

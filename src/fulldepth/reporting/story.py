@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fulldepth.core.thresholds import IDLE, LARGE_JUMP, degrees
+from fulldepth.core.thresholds import FEEDS, IDLE, LARGE_JUMP, degrees
 from fulldepth.core.uncertainty import measurable
 from fulldepth.reporting.phrases import plus_minus, short
 from fulldepth.reporting.source import PageSource, curve_of, num_layers, rows_of_stack
@@ -37,6 +37,11 @@ EARLY = 0.9
 """Share of the layers up to which a layer with nearly all of the accuracy is worth a sentence."""
 BLOCKS = 4
 """Number of blocks that the suggested search removes, for deep models."""
+PARTS = ("layer", "attention", "mlp")
+"""Parts that `layer_effect` removes."""
+WEAKEST = 0.01
+STRONGEST = 1.0
+"""Divergences in nats of the lightest and the darkest shade, on a logarithmic scale."""
 LOWEST = 0.005
 HIGHEST = 0.5
 """Displacements of the lightest and the darkest shade; the shades between them are a logarithmic scale."""
@@ -56,9 +61,14 @@ class Facts:
     table: pd.DataFrame
     layers: int
 
-    def values(self, measure: str, *statistics: str) -> Values:
-        """The values of the first statistic that the table has, by layer, at the residual stream."""
-        return Values(curve_of(self.table, measure, "|".join(statistics)).points)
+    def values(self, measure: str, *statistics: str, site: str = "residual") -> Values:
+        """The values of the first statistic that the table has, by layer, at a site."""
+        return Values(curve_of(self.table, measure, "|".join(statistics), site).points)
+
+    def effect(self, statistic: str) -> Values:
+        """A statistic of `layer_effect` by removed layer; of whole layers, or else of the first part in the table."""
+        sites = [site for site in PARTS if self.values("layer_effect", "later_all", "divergence_all", site=site)]
+        return self.values("layer_effect", statistic, site=sites[0]) if sites else Values()
 
     @cached_property
     def displacement(self) -> Values:
@@ -104,8 +114,8 @@ class Facts:
 def paragraph(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     """The paragraph on one model at one step: `sentences`, and the command to run `next` with the reason for it.
 
-    The first sentence states which layers do little. At most `MOST` sentences follow, each only if the data support it.
-    None if the table has no displacement.
+    The first sentence states which layers do little, the second what their removal changes, if it was measured. At most
+    `MOST` sentences follow. Each is there only if the data support it. None if the table has no displacement.
     """
     if not facts.displacement:
         return None
@@ -114,7 +124,8 @@ def paragraph(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     if not facts.errors:
         first = "Displacement has no standard error, so it is not concluded which layers do little."
     findings = [_last(facts), _late(facts), _early(facts)]
-    return {"sentences": [first, *list(filter(None, findings))[:MOST]], "next": _next(meta, facts)}
+    told = filter(None, [first, _effect(facts), *list(filter(None, findings))[:MOST]])
+    return {"sentences": list(told), "next": _next(meta, facts)}
 
 
 def by_stack(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Facts]:
@@ -167,6 +178,33 @@ def _last(facts: Facts) -> str:
     size = ": large" if jump > LARGE_JUMP else ": not large"
     size *= bool(measurable(jump - LARGE_JUMP, jump_error)[0])
     return f"{sentence} Its jump rate is {jump:.1f} ± {jump_error:.2g} %{size}."
+
+
+def _effect(facts: Facts) -> str:
+    """A sentence on the layers whose removal changes later layers at later tokens, and on those whose removal changes
+    hardly more than the prediction of the token itself; empty if there are no measurable ones.
+    """
+    later, error, divergence, divergence_error = (
+        facts.effect(name)
+        for name in (
+            "later_future", "standard_error_of_later_future", "divergence_all", "standard_error_of_divergence_all"
+        )
+    )  # fmt: skip
+    layers = sorted(later)
+    differs = measurable([later[layer] - FEEDS for layer in layers], [error[layer] for layer in layers])
+    clear = [layer for layer, yes in zip(layers, differs, strict=True) if yes]
+    feeding = [layer for layer in clear if later[layer] > FEEDS]
+    below = [layer for layer in clear if later[layer] < FEEDS]
+    changes = measurable([divergence[layer] for layer in below], [divergence_error[layer] for layer in below])
+    alone = [layer for layer, yes in zip(below, changes, strict=True) if yes]
+    share = f"{100 * FEEDS:.0f} %"
+    hurts = (
+        f"Removing one of {layer_spans(feeding)} changes what later layers compute at later tokens (by over {share})"
+    )
+    edits = f"one of {layer_spans(alone)} changes little more than the prediction at the token where it is missing"
+    if feeding and alone:
+        return f"{hurts}; removing {edits}."
+    return f"{hurts}." if feeding else f"Removing {edits} (later tokens by under {share})." if alone else ""
 
 
 def _late(facts: Facts) -> str:
@@ -237,6 +275,8 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
         return None
     errors = {layer: plus_minus({"standard_error": error}) for layer, error in facts.errors.items()}
     scale = math.log(HIGHEST / LOWEST)
+    effect = facts.effect("divergence_all")
+    effect_scale = math.log(STRONGEST / WEAKEST)
     depths = range(1, facts.layers + 1)
     darkest = len(SEQUENTIAL) - 1
     rows: list[dict[str, Any]] = []
@@ -249,6 +289,11 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
         (
             "Coherence", "strong = copies", "coherence", facts.values("coherence", "mean_corrected", "mean"),
             lambda _, value: f"coherence {value:.2f}",
+        ),
+        (
+            "Effect", "strong = removal changes predictions", "effect_output",
+            {at: math.log(max(value, WEAKEST) / WEAKEST) / effect_scale for at, value in effect.items()},
+            lambda at, _: f"{effect[at]:.3g} nats without it",
         ),
         (
             "Settled", "strong = predictions final", "saturation", facts.settled,
