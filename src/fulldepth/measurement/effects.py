@@ -15,7 +15,7 @@ from fulldepth.core.progress import Watcher
 from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import counted
 from fulldepth.data import Batch
-from fulldepth.execution.flops import token_products, weight_products
+from fulldepth.execution.flops import token_products
 from fulldepth.execution.predictions import read_predictions, row_parts
 from fulldepth.execution.removal import PartRemover
 from fulldepth.execution.scoring import DIVERGENCE, LOSS, OUTPUT_CHANGE, kept, predicted
@@ -28,6 +28,9 @@ from fulldepth.metrics.layer_effect import STRIDE, draw_starts, pairs
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subject import Subject
 from fulldepth.subject.open import small_batch
+
+EFFECTS = (DIVERGENCE, OUTPUT_CHANGE, LOSS)
+"""What is kept of the predictions without a part."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,6 @@ class EffectPass:
         products = [token_products(block) for block in self.anatomy.blocks]
         self.products = products if all(products) else [1.0] * len(products)
         """Cost of one token in each layer."""
-        modules = [] if self.classifier is None else self.classifier.modules
-        self.head_products = sum(weight_products(module) for path in modules for module in path.modules())
-        """Cost of one token in the head."""
 
     @torch.no_grad()
     def run(self) -> None:
@@ -136,6 +136,7 @@ class EffectPass:
         read = intervention.read
         used = read | intervention.scored  # U positions whose predictions are compared
         later = torch.full((pairs(len(self.layers)).shape[1], int(read.sum())), torch.nan, dtype=torch.float64)
+        whole = states[-1][used.to(states[-1].device)]
         last: dict[int, Tensor] = {}
         row = 0
         for layer in self.layers:
@@ -143,20 +144,22 @@ class EffectPass:
             if bool(used.any()) and (part == "layer" or self.anatomy.part(layer, part) is not None):
                 start = time.perf_counter()
                 changed = self.remover.without(layer, part, intervention.removed)
+                seconds = time.perf_counter() - start
                 last[layer] = changed[-1][used.to(changed[-1].device)]
+                if not self.timed:
+                    self._state_time(seconds / sum(self.products[layer - 1 :]), whole, last[layer])
                 for index in range(count):
                     update, other = (
                         _update(around[index], around[index + 1], read) for around in (states[layer:], changed)
                     )
                     later[row + index] = relative_change(update, other)
-                self._state_time(time.perf_counter() - start)
             row += count
             self.watcher.advance(1)
         removals = Removals(part, intervention.scope, intervention.keys, later)
         if self.classifier is None:
             self.watcher.advance(len(self.layers))
             return removals
-        return self._with_predictions(removals, states[-1][used.to(states[-1].device)], last, batch, intervention)
+        return self._with_predictions(removals, whole, last, batch, intervention)
 
     def _with_predictions(
         self,
@@ -180,19 +183,14 @@ class EffectPass:
         """
         used = intervention.read | intervention.scored
         layers = len(self.layers)
-        kinds = (DIVERGENCE, OUTPUT_CHANGE, LOSS)
-        effects = torch.full((len(kinds), layers, len(whole)), torch.nan, dtype=torch.float64)
+        effects = torch.full((len(EFFECTS), layers, len(whole)), torch.nan, dtype=torch.float64)
         all_targets = torch.zeros_like(used, dtype=torch.int64) if batch.targets is None else batch.targets
         targets = all_targets.to(used.device).clamp(min=0)[used]
-        assert self.classifier is not None
         done = 0
         for rows in row_parts(self.classifier, whole) if len(whole) else ():
-            (base,) = read_predictions(self.classifier, whole[rows], targets[rows], kept((LOSS,)))
-            reference = list(predicted(self.classifier, whole[rows]))
-            for layer, states in last.items():
-                columns = read_predictions(self.classifier, states[rows], targets[rows], kept(kinds, reference))
-                for kind, values in enumerate(columns):
-                    effects[kind, layer - 1, rows] = (values - base if kinds[kind] == LOSS else values).double().cpu()
+            parts = {layer: states[rows] for layer, states in last.items()}
+            for layer, columns in self._compared(whole[rows], parts, targets[rows]):
+                effects[:, layer - 1, rows] = columns
             steps = layers * min(rows.stop, len(whole)) // len(whole) - done
             done += steps
             self.watcher.advance(steps)
@@ -200,7 +198,7 @@ class EffectPass:
         read = intervention.read[used].cpu()
         scored = intervention.scored[used].cpu()
         owners = batch.sequence.to(used.device)[:, None].expand_as(used)[used].cpu()
-        divergence, change, loss = effects
+        divergence, change, loss_added = effects
         return Removals(
             removals.part,
             removals.scope,
@@ -208,39 +206,70 @@ class EffectPass:
             removals.later,
             divergence[:, read],
             change[:, read],
-            loss[:, scored] if bool(scored.any()) else None,
+            loss_added[:, scored] if bool(scored.any()) else None,
             owners[scored] if bool(scored.any()) else None,
         )
 
-    def _passes(self) -> float:
-        """Cost of all removals on a batch, in forward passes of the whole model."""
-        whole = sum(self.products) + self.head_products
-        suffixes = [sum(self.products[layer - 1 :]) + self.head_products for layer in self.layers]
-        removals = len(suffixes) * whole if self.remover.whole_passes else sum(suffixes)
-        return 1 + (1 + self.draws) * len(self.parts) * (removals / whole)
+    def _compared(self, whole: Tensor, last: Mapping[int, Tensor], targets: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield each removed layer with the effects `EFFECTS` on the predictions of a few rows, `[3, n]`.
+
+        Args:
+            whole: `[n, D]` last states of the whole model, few enough for one reading of the head.
+            last: 1-based layer -> `[n, D]` last states without its part.
+            targets: `[n]`.
+        """
+        (base,) = read_predictions(self.classifier, whole, targets, kept((LOSS,)))
+        reference = list(predicted(self.classifier, whole))
+        for layer, states in last.items():
+            *changes, loss = read_predictions(self.classifier, states, targets, kept(EFFECTS, reference))
+            yield layer, torch.stack([*changes, loss - base]).double().cpu()
+
+    @property
+    def _runs(self) -> int:
+        """Number of times that each layer is removed from a batch."""
+        return (1 + self.draws) * len(self.parts)
+
+    def _cost(self) -> float:
+        """Cost of one token in all layers that run when each layer is removed once."""
+        if self.remover.whole_passes:
+            return len(self.products) * sum(self.products)
+        return sum(sum(self.products[layer - 1 :]) for layer in self.layers)
 
     def _state_cost(self) -> None:
         """State the cost in forward passes."""
-        names = {"layer": "", "attention": "the attention", "mlp": "the MLP"}
-        parts = " and ".join(filter(None, (names[part] for part in self.parts)))
-        whole = "each" * ("layer" in self.parts)
-        removed = " and ".join(filter(None, (whole, parts and f"{parts} of each")))
+        removed = "each" if self.parts == ("layer",) else f"parts ({', '.join(self.parts)}) of each"
         scopes = f" and before {counted(self.draws, 'position')} of each sequence" if self.draws else ""
+        passes = 1 + self._runs * self._cost() / sum(self.products)
         reason = ""
         if self.remover.whole_passes:
             reason = " (each removal is a whole pass, because the layers of this model cannot be run one by one)"
+        readings = ""
+        if self.classifier is not None:
+            readings = f", and {1 + self._runs * len(self.layers):,} readings of its predictions"
         self.watcher.say(
             f"layer_effect removes {removed} of {len(self.layers)} layers in turn, at every token{scopes}: about "
-            f"{self._passes():,.0f} forward passes over the data{reason}."
+            f"{passes:,.0f} forward passes over the data{reason}{readings}."
         )
 
-    def _state_time(self, seconds: float) -> None:
-        """State the time of all removals, estimated from the seconds of the first one, without the head."""
-        if self.timed:
-            return
+    def _state_time(self, seconds: float, whole: Tensor, states: Tensor) -> None:
+        """State the time of all removals if it is long.
+
+        Args:
+            seconds: time of the first removal over its cost, in the unit of `products`.
+            whole: `[U, D]` last states of the whole model.
+            states: `[U, D]` last states of that removal, a few of which are read to time the head.
+        """
         self.timed = True
-        whole = sum(self.products)
-        left = seconds / whole * self._passes() * (whole + self.head_products) * self.batches
+        left = seconds * self._cost()
+        if self.classifier is not None:
+            rows = row_parts(self.classifier, whole)[0]
+            start = time.perf_counter()
+            list(self._compared(whole[rows], {1: states[rows]}, torch.zeros_like(whole[rows][:, 0], dtype=torch.int64)))
+            per_row = (
+                (time.perf_counter() - start) / len(whole[rows]) / 2
+            )  # the whole model's predictions are read, too
+            left += per_row * len(whole) * len(self.layers)
+        left *= self._runs * self.batches
         if left >= ESTIMATED:
             self.watcher.say(f"About {timedelta(seconds=round(left))} for layer_effect.")
 

@@ -181,27 +181,30 @@ def _last(facts: Facts) -> str:
 
 
 def _effect(facts: Facts) -> str:
-    """A sentence on the layers whose removal changes later layers at later tokens, and on those whose removal changes
-    hardly more than the prediction of the token itself; empty if there are no measurable ones.
+    """A sentence on the layers whose removal changes later layers at later tokens by more than `FEEDS`, and on those
+    whose removal does so by less, and changes predictions at the same token more than at later ones; empty if neither
+    is measurable.
     """
-    later, error, divergence, divergence_error = (
-        facts.effect(name)
-        for name in (
-            "later_future", "standard_error_of_later_future", "divergence_all", "standard_error_of_divergence_all"
-        )
-    )  # fmt: skip
+    later, later_error, now, now_error, future, future_error = (
+        facts.effect(f"{prefix}{name}")
+        for name in ("later_future", "divergence_all", "divergence_future")
+        for prefix in ("", "standard_error_of_")
+    )
     layers = sorted(later)
-    differs = measurable([later[layer] - FEEDS for layer in layers], [error[layer] for layer in layers])
+    differs = measurable([later[layer] - FEEDS for layer in layers], [later_error[layer] for layer in layers])
     clear = [layer for layer, yes in zip(layers, differs, strict=True) if yes]
     feeding = [layer for layer in clear if later[layer] > FEEDS]
     below = [layer for layer in clear if later[layer] < FEEDS]
-    changes = measurable([divergence[layer] for layer in below], [divergence_error[layer] for layer in below])
-    alone = [layer for layer, yes in zip(below, changes, strict=True) if yes]
+    nearer = measurable(
+        [now[layer] - future[layer] for layer in below],
+        [math.hypot(now_error[layer], future_error[layer]) for layer in below],
+    )
+    alone = [layer for layer, yes in zip(below, nearer, strict=True) if yes and now[layer] > future[layer]]
     share = f"{100 * FEEDS:.0f} %"
     hurts = (
         f"Removing one of {layer_spans(feeding)} changes what later layers compute at later tokens (by over {share})"
     )
-    edits = f"one of {layer_spans(alone)} changes little more than the prediction at the token where it is missing"
+    edits = f"one of {layer_spans(alone)} changes mostly the prediction at the token where it is missing"
     if feeding and alone:
         return f"{hurts}; removing {edits}."
     return f"{hurts}." if feeding else f"Removing {edits} (later tokens by under {share})." if alone else ""
