@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -247,3 +248,24 @@ def test_the_cost_is_stated_before_the_progress_begins(texts):
     assert cost < begun
     steps = list(itertools.takewhile(lambda event: not isinstance(event, tuple), events[begun + 1 :]))
     assert sum(step for step in steps if isinstance(step, int)) == events[begun][1]
+
+
+def test_a_series_of_checkpoints_is_measured_and_resumed_on_the_command_line(main, checkpoint, text_file, tmp_path):
+    for step in (1, 2):
+        shutil.copytree(checkpoint("llama", step), tmp_path / "run" / f"checkpoint-{step}")
+    arguments = [
+        "measure", tmp_path / "run", "--data", text_file, "--measures", "layer_effect,displacement",
+        "--set", "effect_parts=attention,mlp", "--max-sequences", 4, "--sequence-length", 16,
+        "--output", tmp_path / "out",
+    ]  # fmt: skip
+    assert main(*arguments)[0] == 0
+    results = fulldepth.Results.load(tmp_path / "out")
+    rows = results.table[results.table.measure == "layer_effect"]
+    assert set(rows.site) == {"attention", "mlp"}
+    assert rows.groupby("step").size().nunique() == 1
+    assert {"effect_output", "effect_map_mlp:mean_future", "steps_effect_output"} <= results.figures().keys()
+    written = (tmp_path / "out" / "steps" / "checkpoint-1" / "results.parquet").stat().st_mtime_ns
+    shutil.copytree(checkpoint("llama", 3), tmp_path / "run" / "checkpoint-3")
+    assert main(*arguments)[0] == 0
+    assert (tmp_path / "out" / "steps" / "checkpoint-1" / "results.parquet").stat().st_mtime_ns == written
+    assert set(fulldepth.Results.load(tmp_path / "out").table.step) == {1, 2, 3}
