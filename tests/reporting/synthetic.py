@@ -249,8 +249,14 @@ def meta(name, layers, jump):
 def language_model(layers=12, jump=0.25, name="runs/llama-12x256/checkpoint-3000"):
     """Every measure of one language model, and its lens grid."""
     rows = displacement_rows(layers, jump) + pair_rows(layers, jump) + lens_rows(layers, 1 - jump / 2)
-    rows += coherence_rows(layers) + geometry_rows(layers) + effect_rows(layers)
+    rows += coherence_rows(layers) + geometry_rows(layers)
     return Results(tabulate(rows), {**meta(name, layers, jump), "lens_grid": lens_grid(layers)})
+
+
+def removal(layers=12):
+    """A language model of which layers and MLPs were removed in turn, too."""
+    results = language_model(layers)
+    return Results(pd.concat([results.table, tabulate(effect_rows(layers))], ignore_index=True), results.meta)
 
 
 def series(layers=12, steps=(100, 500, 1000, 2000, 3000)):

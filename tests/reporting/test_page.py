@@ -197,7 +197,7 @@ EMPTY = """() => [...document.querySelectorAll(".plot")]
 UNDRAWN = """() => [...document.querySelectorAll(".plot")].filter((div) => !div.querySelector(".main-svg")).length"""
 WIDTH = "document.documentElement.scrollWidth"
 BOTTOM = "(node) => node.getBoundingClientRect().bottom"
-TALLEST = {"comparison": 9600, "series": 8000, "skips": 6000, "groups": 8000, "evaluation": 6000, "generation": 6000}
+TALLEST = {"comparison": 8000, "series": 8000, "skips": 6000, "groups": 8000, "evaluation": 6000, "generation": 6000}
 """Kind of results -> largest height of its page in pixels."""
 
 

@@ -114,8 +114,8 @@ class Facts:
 def paragraph(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     """The paragraph on one model at one step: `sentences`, and the command to run `next` with the reason for it.
 
-    The first sentence states which layers do little, the second what their removal changes, if it was measured. At most
-    `MOST` sentences follow. Each is there only if the data support it. None if the table has no displacement.
+    The first sentence states which layers do little. At most `MOST` sentences follow, each only if the data support it.
+    None if the table has no displacement.
     """
     if not facts.displacement:
         return None
@@ -123,9 +123,8 @@ def paragraph(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     first = f"Displacement is clearly below {IDLE:g} ({degrees(IDLE):.0f} degrees) in {idle}."
     if not facts.errors:
         first = "Displacement has no standard error, so it is not concluded which layers do little."
-    findings = [_last(facts), _late(facts), _early(facts)]
-    told = filter(None, [first, _effect(facts), *list(filter(None, findings))[:MOST]])
-    return {"sentences": list(told), "next": _next(meta, facts)}
+    findings = [_effect(facts), _last(facts), _late(facts), _early(facts)]
+    return {"sentences": [first, *list(filter(None, findings))[:MOST]], "next": _next(meta, facts)}
 
 
 def by_stack(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Facts]:
