@@ -176,6 +176,14 @@ def test_the_strip_shows_the_divergence_without_each_layer():
     assert effect["texts"][2] == "0.1 nats without it"
 
 
+def test_removal_alone_has_a_strip_and_a_sentence():
+    alone = Facts(tabulate(effects(LATER, NOW)), 6)
+    assert [entry["name"] for entry in profile(alone)["rows"]] == ["Effect"]
+    (sentence,) = paragraph(alone, META)["sentences"]
+    assert sentence.startswith("Removing one of layers 1 and 2 ")
+    assert paragraph(Facts(tabulate(effects(LATER, NOW, 0.3)), 6), META) is None
+
+
 @pytest.mark.parametrize(
     ("layers", "text"),
     [([3], "layer 3"), ([3, 4], "layers 3 and 4"), ([9, 2, 3, 4, 7], "layers 2 to 4, 7, 9")],

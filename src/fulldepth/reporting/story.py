@@ -115,10 +115,11 @@ def paragraph(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     """The paragraph on one model at one step: `sentences`, and the command to run `next` with the reason for it.
 
     The first sentence states which layers do little. At most `MOST` sentences follow, each only if the data support it.
-    None if the table has no displacement.
+    Without displacement there is only the sentence on removal; None if there is none either.
     """
     if not facts.displacement:
-        return None
+        told = _effect(facts)
+        return {"sentences": [told], "next": _next(meta, facts)} if told else None
     idle = f"{len(facts.idle)} of {facts.layers} layers: {layer_spans(facts.idle)}" if facts.idle else "no layer"
     first = f"Displacement is clearly below {IDLE:g} ({degrees(IDLE):.0f} degrees) in {idle}."
     if not facts.errors:
@@ -267,17 +268,17 @@ def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
 
 
 def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
-    """The strip of layers of one model at one step; None without displacement.
+    """The strip of layers of one model at one step; None without displacement and without removal of layers.
 
     `idle` lists the layers that do little, and `limit` states the criterion. Each of `rows` has `name`, `hint`, the
     name of the `figure` with the same numbers, and for the layers 1..L `shades` (0 to 10, null for an unknown value)
     and `texts`. `removed` lists layers from which blocks were removed; they get a row of their own.
     """
-    if not facts.displacement:
+    effect = facts.effect("divergence_all")
+    if not facts.displacement and not effect:
         return None
     errors = {layer: plus_minus({"standard_error": error}) for layer, error in facts.errors.items()}
     scale = math.log(HIGHEST / LOWEST)
-    effect = facts.effect("divergence_all")
     effect_scale = math.log(STRONGEST / WEAKEST)
     depths = range(1, facts.layers + 1)
     darkest = len(SEQUENTIAL) - 1
