@@ -104,3 +104,19 @@ def test_a_mistake_in_one_share_ends_both_processes(overflowing, text_file, tmp_
     assert re.search("^Error:.*sequences 4..5", done.stderr, re.MULTILINE), done.stderr[-2000:]
     assert "sequences 4..5" in done.stderr[-1500:].partition("Root Cause")[2], done.stderr[-2000:]
     assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_effects_of_removed_parts(two_processes, trained, sentences, tmp_path):
+    """Sums, maxima and the samples behind quantiles are those of all processes."""
+    one, _, _ = compare(
+        two_processes,
+        trained,
+        sentences,
+        tmp_path,
+        measures="layer_effect",
+        batch_size=7,
+        sequence_length=48,
+        reservoir_tokens=60,
+        effect_positions=2,
+    )
+    assert {"q90_future", "max_all", "loss_added"} <= set(one.table.statistic)

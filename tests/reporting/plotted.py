@@ -69,6 +69,7 @@ def evaluations():
 
 KINDS = {
     "language_model": synthetic.language_model,
+    "removal": synthetic.removal,
     "classifier": synthetic.classifier,
     "two_towers": synthetic.two_towers,
     "memory": memory,

@@ -141,6 +141,29 @@ def coherence_rows(layers):
     return rows
 
 
+def effect_rows(layers):
+    """Removal of layers and of MLPs: early ones feed later tokens, late ones change the token itself."""
+    rows = []
+    for site, factor in (("layer", 1.0), ("mlp", 0.7)):
+        part = partial(row, "layer_effect", site=site)
+        for removed in range(1, layers + 1):
+            fades = math.exp(-removed / 4)
+            for scope, share in (("all", factor), ("future", factor * fades)):
+                rows.append(part(removed, share * (0.1 + fades), f"divergence_{scope}", unit="nats"))
+                rows.append(part(removed, 0.005, f"standard_error_of_divergence_{scope}", unit="nats"))
+                rows.append(part(removed, min(1.0, share), f"output_change_{scope}"))
+                if removed < layers:
+                    rows.append(part(removed, share * 0.4, f"later_{scope}"))
+                    rows.append(part(removed, 0.01, f"standard_error_of_later_{scope}"))
+                for later in range(removed + 1, layers + 1):
+                    change = share * math.exp(-(later - removed) / layers)
+                    for statistic, over in (("mean", 0.5), ("q90", 0.9), ("max", 1.5)):
+                        rows.append(part(removed, over * change, f"{statistic}_{scope}", other=later))
+            rows.append(part(removed, factor * fades, "loss_added", unit="nats"))
+            rows.append(part(removed, 0.01, "standard_error_of_loss_added", unit="nats"))
+    return rows
+
+
 def geometry_rows(layers, labels=False):
     rows, entropy = [], partial(row, "renyi_entropy", statistic="mean:plain:1", count=64, unit="nats")
     for layer in range(layers + 1):
@@ -228,6 +251,12 @@ def language_model(layers=12, jump=0.25, name="runs/llama-12x256/checkpoint-3000
     rows = displacement_rows(layers, jump) + pair_rows(layers, jump) + lens_rows(layers, 1 - jump / 2)
     rows += coherence_rows(layers) + geometry_rows(layers)
     return Results(tabulate(rows), {**meta(name, layers, jump), "lens_grid": lens_grid(layers)})
+
+
+def removal(layers=12):
+    """A language model of which layers and MLPs were removed in turn, too."""
+    results = language_model(layers)
+    return Results(pd.concat([results.table, tabulate(effect_rows(layers))], ignore_index=True), results.meta)
 
 
 def series(layers=12, steps=(100, 500, 1000, 2000, 3000)):

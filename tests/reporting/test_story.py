@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from fulldepth.core.thresholds import degrees
@@ -114,6 +115,73 @@ def test_an_early_layer_is_named_only_if_it_is_measurably_as_accurate():
 )
 def test_a_model_that_is_not_known_to_predict_gets_no_advice(numbers):
     assert paragraph(facts([0.1] * 6, **numbers), META)["next"] is None
+
+
+def effects(later, divergence, error=0.01, site="layer"):
+    """Rows of `layer_effect`: the change at later tokens, the divergence at every token; a twentieth of it at later."""
+    rows = []
+    for layer, (change, now) in enumerate(zip(later, divergence, strict=True), start=1):
+        numbers = {"later_future": change, "divergence_all": now, "divergence_future": now / 20}
+        for name, value in numbers.items():
+            if value is not None:
+                rows.append(row("layer_effect", layer, value, name, site))
+                rows.append(row("layer_effect", layer, error, f"standard_error_of_{name}", site))
+    return rows
+
+
+def with_effects(*rows):
+    """Facts with displacements of six layers and rows of `layer_effect`."""
+    base = facts([0.1] * 6)
+    return Facts(pd.concat([base.table, tabulate([*rows])]), 6)
+
+
+LATER = [0.5, 0.3, 0.11, 0.02, 0.03, None]
+NOW = [2.0, 1.0, 0.4, 0.2, 0.3, 1.0]
+
+
+def test_layers_that_feed_later_tokens_and_layers_that_edit_a_prediction_are_named():
+    told = paragraph(with_effects(*effects(LATER, NOW)), META)["sentences"]
+    assert told[1] == (
+        "Removing one of layers 1 and 2 changes what later layers compute at later tokens (by over 10 %); removing one "
+        "of layers 4 and 5 changes mostly the prediction at the token where it is missing."
+    )
+    feeding = paragraph(with_effects(*effects(LATER[:3], NOW[:3])), META)["sentences"]
+    assert feeding[1] == (
+        "Removing one of layers 1 and 2 changes what later layers compute at later tokens (by over 10 %)."
+    )
+
+
+@pytest.mark.parametrize("error", [0.3, math.nan])
+def test_no_effect_is_named_within_its_error(error):
+    told = paragraph(with_effects(*effects(LATER, NOW, error)), META)["sentences"]
+    assert not any("Removing" in text for text in told)
+    assert not any("Removing" in text for text in paragraph(facts([0.1] * 6), META)["sentences"])
+
+
+def test_a_layer_that_changes_later_predictions_as_much_edits_none_alone():
+    rows = [entry for entry in effects([0.02], [0.2]) if "divergence_future" not in entry[4]]
+    rows += [
+        row("layer_effect", 1, value, name, "layer")
+        for name, value in (("divergence_future", 0.21), ("standard_error_of_divergence_future", 0.01))
+    ]
+    assert not any("Removing" in text for text in paragraph(with_effects(*rows), META)["sentences"])
+
+
+def test_the_strip_shows_the_divergence_without_each_layer():
+    strip = profile(
+        with_effects(*effects(LATER, [0.001, 0.01, 0.1, 1.0, 8.0, 0.03]), *effects([0.1], [3.0], site="mlp"))
+    )
+    (effect,) = [entry for entry in strip["rows"] if entry["name"] == "Effect"]
+    assert effect["shades"] == [0, 0, 5, 10, 10, 2]  # a logarithmic scale from 0.01 to 1
+    assert effect["texts"][2] == "0.1 nats without it"
+
+
+def test_removal_alone_has_a_strip_and_a_sentence():
+    alone = Facts(tabulate(effects(LATER, NOW)), 6)
+    assert [entry["name"] for entry in profile(alone)["rows"]] == ["Effect"]
+    (sentence,) = paragraph(alone, META)["sentences"]
+    assert sentence.startswith("Removing one of layers 1 and 2 ")
+    assert paragraph(Facts(tabulate(effects(LATER, NOW, 0.3)), 6), META) is None
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ NOISE = 0.3
 """Mean coherence above which a sub-layer mostly copies its input, and below which its output is mostly noise."""
 IDLE = 0.02
 """Mean displacement below which a layer is said to do little: an angle of 16.3 degrees."""
+FEEDS = 0.1
+"""Mean relative change of later updates, at later tokens, above which a layer is said to feed later computation."""
 BUSY = 0.1
 """Largest share of the machine's processor time that other programs may use for times and memory to be compared."""
 

@@ -27,6 +27,7 @@ LOSS = "loss"
 SCALED = "scaled"
 DIVERGENCE = "kl"
 AGREEMENT = "greedy_agreement"
+OUTPUT_CHANGE = "output_change"
 BASE = Variant()
 """The unmodified model."""
 
@@ -298,8 +299,8 @@ def kept(kinds: Sequence[str], base: Iterable[Tensor] = ()) -> Reduce:
     """Return the `reduce` of `read_predictions` that computes these kinds of losses.
 
     Args:
-        kinds: `loss`, and with a base `kl` (KL(base || model)) and `greedy_agreement` (1 where the most likely token is
-            the same).
+        kinds: `loss`, and with a base `kl` (KL(base || model)), `greedy_agreement` (1 where the most likely token is
+            the same) and `output_change` (Euclidean norm of the difference of the probabilities).
         base: from `predicted`, of the model compared with, at the same rows.
     """
     references = iter(base)
@@ -320,6 +321,8 @@ def _read(kind: str, own: Tensor, targets: Tensor, base: Tensor | None) -> Tenso
     base = base.to(own.device)
     if kind == AGREEMENT:
         return (base.argmax(-1) == own.argmax(-1)).double()
+    if kind == OUTPUT_CHANGE:
+        return torch.linalg.vector_norm(base.exp() - own.exp(), dim=-1)
     return (base.exp() * (base - own)).sum(-1).clamp(min=0)
 
 

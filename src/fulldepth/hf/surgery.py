@@ -67,31 +67,8 @@ class Switches:
 
     def __init__(self, anatomy: Anatomy, granularity: str = "attention") -> None:
         blocks_of((), granularity, anatomy.num_layers)
-        family = anatomy.family
-        config = anatomy.model.config
-        attentions = filter(None, (anatomy.part(layer, "attention") for layer in range(1, anatomy.num_layers + 1)))
-        causal = all(getattr(m, "is_causal", True) is not False for part in attentions for m in part.modules())
-        obstacles = {
-            "it is an encoder, and only decoders are known to work without some of their attention": (
-                anatomy.task in ("masked-lm", "image-classification")
-                or family.modality != "text"
-                or family.tower is not None
-                or not causal
-            ),
-            "its attention also reads an encoder": (
-                getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
-            ),
-            "its norms follow the residual sums, so a block without its branch would change the stream": (
-                family.design == "post"
-            ),
-            "its attention and MLP modules are not known": not (
-                anatomy.layers_with("attention") and anatomy.layers_with("mlp")
-            ),
-            "its layers share modules": len(set(anatomy.blocks)) < anatomy.num_layers,
-        }
-        for reason, holds in obstacles.items():
-            if holds:
-                raise FulldepthError(f"{type(anatomy.model).__name__} cannot skip blocks: {reason}.")
+        if (reason := obstacle_to_skipping(anatomy)) is not None:
+            raise FulldepthError(f"{type(anatomy.model).__name__} cannot skip blocks: {reason}.")
         self.anatomy = anatomy
         self.granularity = granularity
         self.zeroes = anatomy.not_serial is not None
@@ -262,6 +239,35 @@ def skipping(
         switches.skip(removed)
         switches.scalars = scalars
         yield switches
+
+
+def obstacle_to_skipping(anatomy: Anatomy) -> str | None:
+    """Return the clause that says why no part of a model can be skipped (encoders, post-norm models, unknown parts);
+    None if parts can.
+    """
+    family = anatomy.family
+    config = anatomy.model.config
+    attentions = filter(None, (anatomy.part(layer, "attention") for layer in range(1, anatomy.num_layers + 1)))
+    causal = all(getattr(m, "is_causal", True) is not False for part in attentions for m in part.modules())
+    obstacles = {
+        "it is an encoder, and only decoders are known to work without some of their attention": (
+            anatomy.task in ("masked-lm", "image-classification")
+            or family.modality != "text"
+            or family.tower is not None
+            or not causal
+        ),
+        "its attention also reads an encoder": (
+            getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+        ),
+        "its norms follow the residual sums, so a block without its branch would change the stream": (
+            family.design == "post"
+        ),
+        "its attention and MLP modules are not known": not (
+            anatomy.layers_with("attention") and anatomy.layers_with("mlp")
+        ),
+        "its layers share modules": len(set(anatomy.blocks)) < anatomy.num_layers,
+    }
+    return next((reason for reason, holds in obstacles.items() if holds), None)
 
 
 class _Mixer:

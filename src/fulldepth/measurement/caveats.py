@@ -20,7 +20,12 @@ from fulldepth.subject import Subject
 
 FEW_CLUSTERS = 8
 """Clusters below which a warning states the width of the 95 % interval by Student's t."""
-RESERVOIR = {"cosine": "centred cosine", "nc1": "NC1", "mmd": "MMD"}
+RESERVOIR = {
+    "cosine": "centred cosine",
+    "nc1": "NC1",
+    "mmd": "MMD",
+    "layer_effect": "the 90 % quantile of layer_effect",
+}
 """Measures on the sample of tokens, in words. CKA has tokens of its own."""
 NO_DIRECTION = "every state there, or in the layer before, is exactly zero and has no direction"
 REASONS = {

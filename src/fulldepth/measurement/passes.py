@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -175,12 +175,7 @@ def observe(
     """
     residual = states["residual"]
     classifier = subject.verified.classifier
-    for values in [residual] if read is None or read is residual else [residual, read]:
-        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
-            raise FulldepthError(
-                f"Activations are NaN or infinite in sequences {int(batch.sequence[0])}..{int(batch.sequence[-1])}; "
-                "the weights are broken or the precision is too low (try --dtype float32)."
-            )
+    check_finite([residual] if read is None or read is residual else [residual, read], batch)
     device = residual.device
     mask = batch.mask(residual.shape[2], device)
     observation = Observation(
@@ -204,6 +199,16 @@ def observe(
     return observation
 
 
+def check_finite(states: Sequence[Tensor], batch: Batch) -> None:
+    """Refuse states of a batch that are NaN or infinite."""
+    for values in states:
+        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+            raise FulldepthError(
+                f"Activations are NaN or infinite in sequences {int(batch.sequence[0])}..{int(batch.sequence[-1])}; "
+                "the weights are broken or the precision is too low (try --dtype float32)."
+            )
+
+
 def feed(plan: MeasurePlan, observation: Observation, clock: Clock) -> None:
     """Update every accumulator; shared computations run first and are timed under their own name."""
     names = plan.measures.keys()
@@ -214,7 +219,7 @@ def feed(plan: MeasurePlan, observation: Observation, clock: Clock) -> None:
         with clock("lens (shared)"):
             _ = observation.lens
     for name, measure in plan.measures.items():
-        if "weights" not in measure.needs:
+        if not {"weights", "interventions"} & measure.needs:
             with clock(name):
                 measure.update(observation)
 

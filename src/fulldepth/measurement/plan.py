@@ -9,11 +9,13 @@ import torch
 
 from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.execution import Verified
-from fulldepth.hf import available_memory
+from fulldepth.hf import Classifier, available_memory
+from fulldepth.hf.surgery import obstacle_to_skipping
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import NO_TARGET
 from fulldepth.measurement.weights import projection_names, shares_of_heads
 from fulldepth.metrics import METRICS, Measure, Setup
+from fulldepth.metrics.layer_effect import STRIDE
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subject import Subject
 
@@ -71,6 +73,9 @@ def make_setup(subject: Subject, counting: tokens.Counting, settings: MeasureSet
         entropy_sequences=settings.entropy_sequences or len(sequences),
         words=tuple(settings.words),
         projections=projection_names(anatomy),
+        effect_parts=tuple(dict.fromkeys(settings.effect_parts)),
+        effect_positions=settings.effect_positions,
+        double=subject.model.dtype == torch.float64,
         seed=settings.seed,
         device=device,
     )
@@ -106,7 +111,7 @@ def make_plan(
     plan = MeasurePlan(setup, counting)
     reasons = missing(setup, subject, stream_scale is not None, shows_all)
     for name, measure in METRICS.items():
-        if names is not None and name not in names:
+        if measure.optional if names is None else name not in names:
             continue
         needs = sorted(measure.needs & reasons.keys())
         why = "; ".join(reasons[need] for need in needs)
@@ -125,12 +130,27 @@ def make_plan(
     plan.sites.discard("reference")  # which comes from the other model
     if verified.chained or not verified.branches:
         plan.sites.discard("attention_input")  # it equals the previous layer, or nothing inside the layer is measured
+    if "layer_effect" in plan.measures:
+        plan.left_out += _parts_of_effects(subject, setup)
     plan.masked_pass = sequences.masked and reads_predictions
     if not plan.measures:
         raise FulldepthError(
             "Nothing is left to measure: " + "; ".join(f"{w['measure']}: {w['reason']}" for w in plan.left_out)
         )
     return plan
+
+
+def _parts_of_effects(subject: Subject, setup: Setup) -> list[dict[str, str]]:
+    """The entries of `left_out` for effects that this model and these data do not allow."""
+    classifier = token_head(subject)
+    reasons = {
+        "future": (setup.sequence_length <= STRIDE, f"no sequence is longer than {STRIDE} tokens"),
+        "predictions": (classifier is None, f"{subject.kind} has no head known here that predicts at every position"),
+        "loss_added": (classifier is not None and not subject.sequences.num_targets, NO_TARGET),
+    }
+    return [
+        {"measure": f"layer_effect ({name})", "reason": reason} for name, (lacks, reason) in reasons.items() if lacks
+    ]
 
 
 def missing(setup: Setup, subject: Subject, has_reference: bool, shows_all: bool) -> dict[str, str]:
@@ -161,9 +181,28 @@ def missing(setup: Setup, subject: Subject, has_reference: bool, shows_all: bool
             not without_boxes and (sequences.kind != "objects" or not sequences.num_targets),
             "the data hold no boxes of objects",
         ),
+        "interventions": (bool(no_removal := _no_removal(subject)), no_removal),
         "reference": (not has_reference, "no reference model was named (--reference MODEL)"),
     }
     return {name: reason for name, (lacks, reason) in checks.items() if lacks}
+
+
+def _no_removal(subject: Subject) -> str:
+    """The reason why no part of a layer can be removed; empty if parts can.
+
+    Encoders are refused: their tokens read later ones, so effects on later tokens alone are not defined.
+    """
+    verified = subject.verified
+    if not verified.branches:
+        return f"attention and MLP are not known ({verified.unproven.get('branches', 'this family names none')})"
+    reason = obstacle_to_skipping(verified.anatomy)
+    return f"{subject.kind} cannot skip blocks: {reason}" if reason else ""
+
+
+def token_head(subject: Subject) -> Classifier | None:
+    """The proven head, if it predicts at every position; else None."""
+    classifier = subject.verified.classifier
+    return classifier if classifier is not None and classifier.per_token else None
 
 
 def _no_targets(subject: Subject, shows_all: bool) -> str:

@@ -26,6 +26,7 @@ from fulldepth.hf import find_checkpoints, known_stream_scale, packaged, task_of
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, NO_TARGET, caveats, gaps, sampling, zero_weights
+from fulldepth.measurement.effects import EffectPass
 from fulldepth.measurement.headline import Clusters, headline
 from fulldepth.measurement.passes import Clock, StepProgress, run_pass, weigh
 from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan
@@ -373,6 +374,9 @@ def measure_subject(
     if "spectral_norm" in plan.measures:  # before the batches, after which the rest of the time is estimated
         watcher.begin("Computing the norms of weights", num_projections(subject.anatomy))
         weigh(subject, plan, process, clock, watcher.advance)
+    if "layer_effect" in plan.measures:
+        with clock("layer_effect"):
+            EffectPass(subject, plan, settings, process, watcher).run()
     grid = run_pass(subject, plan, settings, process, clock, reference=reference, watcher=watcher)
     watcher.begin("Computing statistics and their errors", sum(measure.steps for measure in plan.measures.values()))
     rows = []

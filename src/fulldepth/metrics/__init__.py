@@ -9,6 +9,7 @@ from fulldepth.metrics.coherence import Coherence, coherence
 from fulldepth.metrics.cosine import Cosine, Cross, cosine_matrix, cross_similarity
 from fulldepth.metrics.displacement import Displacement, NormRatio, displacement, norm_ratio
 from fulldepth.metrics.jump_rate import JumpRate, jump_rate
+from fulldepth.metrics.layer_effect import LayerEffect, Removals, relative_change
 from fulldepth.metrics.lens import (
     EffectiveDepth,
     LensAccuracy,
@@ -51,6 +52,7 @@ MEASURES: tuple[type[Measure], ...] = (
     RetrievalWeight,
     ExpectedRetrieval,
     AveragePrecision,
+    LayerEffect,
 )
 METRICS = {measure.name: measure for measure in MEASURES}
 """Measures by public name. Adding a measure takes one file, one line here and one test."""
@@ -68,6 +70,7 @@ __all__ = [
     "ExpectedRetrieval",
     "Influence",
     "JumpRate",
+    "LayerEffect",
     "LensAccuracy",
     "LensLoss",
     "Measure",
@@ -76,6 +79,7 @@ __all__ = [
     "NormRatio",
     "Observation",
     "Readout",
+    "Removals",
     "RenyiEntropy",
     "Reservoir",
     "RetrievalWeight",
@@ -98,6 +102,7 @@ __all__ = [
     "mmd",
     "nc1",
     "norm_ratio",
+    "relative_change",
     "renyi_entropy",
     "retrieval_share",
     "retrieval_weight",

@@ -128,6 +128,12 @@ class Setup:
     stream_scale: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """`residual`, `reference` -> c_0..c_L by which MMD multiplies the states of the model or of the reference: folding
     divided them by it. Empty = 1."""
+    effect_parts: tuple[str, ...] = ("layer",)
+    """Parts of layers that are removed in turn: `layer`, `attention`, `mlp`."""
+    effect_positions: int = 4
+    """Number of positions t drawn in each sequence, before which a part is removed (see `layer_effect`)."""
+    double: bool = False
+    """True if the model computes in float64, so that samples of its numbers are kept in it."""
     seed: int = 0
     device: torch.device = CPU
     """Device of the accumulators."""
@@ -305,7 +311,10 @@ class Measure(Accumulator):
     """Activations that the measure reads."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Requirements, out of `targets, labels, words, equal_lengths, several_sequences, reference, weights, routing,
-    head_shares, boxes, objects`."""
+    head_shares, boxes, objects, interventions`. Measures that need `weights` or `interventions` are not updated with
+    observations of forward passes."""
+    optional: ClassVar[bool] = False
+    """True if the measure is computed only when it is named, because it takes forward passes of its own."""
     steps: ClassVar[int] = 1
     """Number of parts of `rows`, for progress; a measure with several calls `advance`."""
 

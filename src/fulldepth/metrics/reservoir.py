@@ -71,7 +71,7 @@ class Sample:
     This is not a tuple, because torchmetrics squeezes one-element tensors in tuples that `compute` returns.
 
     Attributes:
-        features: [N, *shape] float32.
+        features: [N, *shape], float32 unless the reservoir was made for another precision.
         keys: [N] int64.
         labels: [N] int64, -100 for tokens without a label.
         seen: number of tokens offered; the sample is complete if this is N.
@@ -92,6 +92,7 @@ class Reservoir(Accumulator):
         shape: shape of one token's features, for example (L+1, D).
         seed: seed of the priorities.
         device: device of the sample.
+        dtype: precision of the features.
     """
 
     features: Tensor
@@ -100,14 +101,21 @@ class Reservoir(Accumulator):
     priorities: Tensor
     seen: Tensor
 
-    def __init__(self, capacity: int, shape: tuple[int, ...], seed: int = 0, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        shape: tuple[int, ...],
+        seed: int = 0,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         if capacity < 1:
             raise ValueError(f"a reservoir keeps at least one token, got capacity {capacity}")
         self.capacity = capacity
         self.shape = tuple(shape)
         self.seed = seed
-        self.add("features", (capacity, *shape), dtype=torch.float32, fill=None, reduce="cat", device=device)
+        self.add("features", (capacity, *shape), dtype=dtype, fill=None, reduce="cat", device=device)
         for name, fill in (("keys", 0), ("labels", 0), ("priorities", EMPTY)):
             self.add(name, (capacity,), dtype=torch.int64, fill=fill, reduce="cat", device=device)
         self.add("seen", (), dtype=torch.int64, device=device)

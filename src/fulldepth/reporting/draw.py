@@ -36,12 +36,18 @@ SCALES: dict[str, dict[str, Any]] = {
     "share": {"range": [0, 1.04], "tickformat": ".0%"},
     "unit": {"range": [0, 1.04]},
 }
-"""Name of a scale -> settings of the value axis; there are also `signed` and `log`."""
+"""Name of a scale -> settings of the value axis; there are also `signed`, `log` and `positive`."""
 
 
 def value_axis(title: str, scale: str, values: Iterable[float | None] = (), **settings: Any) -> dict[str, Any]:
-    """A value axis; `signed` is [0, 1] unless a value is negative, and `log` is linear unless all are positive."""
+    """A value axis; `signed` is [0, 1] unless a value is negative, and `log` is linear unless all are positive.
+
+    `positive` is logarithmic, and values that are not positive are gaps.
+    """
     finite = [value for value in values if value is not None]
+    if scale == "positive":
+        finite = [value for value in finite if value > 0]
+        scale = "log"
     if scale == "signed":
         return axis(title, range=[-1.04 if min(finite, default=0) < 0 else 0, 1.04])
     if scale != "log":

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fulldepth.core.thresholds import IDLE, LARGE_JUMP, degrees
+from fulldepth.core.thresholds import FEEDS, IDLE, LARGE_JUMP, degrees
 from fulldepth.core.uncertainty import measurable
 from fulldepth.reporting.phrases import plus_minus, short
 from fulldepth.reporting.source import PageSource, curve_of, num_layers, rows_of_stack
@@ -37,6 +37,11 @@ EARLY = 0.9
 """Share of the layers up to which a layer with nearly all of the accuracy is worth a sentence."""
 BLOCKS = 4
 """Number of blocks that the suggested search removes, for deep models."""
+PARTS = ("layer", "attention", "mlp")
+"""Parts that `layer_effect` removes."""
+WEAKEST = 0.01
+STRONGEST = 1.0
+"""Divergences in nats of the lightest and the darkest shade, on a logarithmic scale."""
 LOWEST = 0.005
 HIGHEST = 0.5
 """Displacements of the lightest and the darkest shade; the shades between them are a logarithmic scale."""
@@ -56,9 +61,14 @@ class Facts:
     table: pd.DataFrame
     layers: int
 
-    def values(self, measure: str, *statistics: str) -> Values:
-        """The values of the first statistic that the table has, by layer, at the residual stream."""
-        return Values(curve_of(self.table, measure, "|".join(statistics)).points)
+    def values(self, measure: str, *statistics: str, site: str = "residual") -> Values:
+        """The values of the first statistic that the table has, by layer, at a site."""
+        return Values(curve_of(self.table, measure, "|".join(statistics), site).points)
+
+    def effect(self, statistic: str) -> Values:
+        """A statistic of `layer_effect` by removed layer; of whole layers, or else of the first part in the table."""
+        sites = [site for site in PARTS if self.values("layer_effect", "later_all", "divergence_all", site=site)]
+        return self.values("layer_effect", statistic, site=sites[0]) if sites else Values()
 
     @cached_property
     def displacement(self) -> Values:
@@ -105,15 +115,16 @@ def paragraph(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     """The paragraph on one model at one step: `sentences`, and the command to run `next` with the reason for it.
 
     The first sentence states which layers do little. At most `MOST` sentences follow, each only if the data support it.
-    None if the table has no displacement.
+    Without displacement there is only the sentence on removal; None if there is none either.
     """
     if not facts.displacement:
-        return None
+        told = _effect(facts)
+        return {"sentences": [told], "next": _next(meta, facts)} if told else None
     idle = f"{len(facts.idle)} of {facts.layers} layers: {layer_spans(facts.idle)}" if facts.idle else "no layer"
     first = f"Displacement is clearly below {IDLE:g} ({degrees(IDLE):.0f} degrees) in {idle}."
     if not facts.errors:
         first = "Displacement has no standard error, so it is not concluded which layers do little."
-    findings = [_last(facts), _late(facts), _early(facts)]
+    findings = [_effect(facts), _last(facts), _late(facts), _early(facts)]
     return {"sentences": [first, *list(filter(None, findings))[:MOST]], "next": _next(meta, facts)}
 
 
@@ -167,6 +178,36 @@ def _last(facts: Facts) -> str:
     size = ": large" if jump > LARGE_JUMP else ": not large"
     size *= bool(measurable(jump - LARGE_JUMP, jump_error)[0])
     return f"{sentence} Its jump rate is {jump:.1f} ± {jump_error:.2g} %{size}."
+
+
+def _effect(facts: Facts) -> str:
+    """A sentence on the layers whose removal changes later layers at later tokens by more than `FEEDS`, and on those
+    whose removal does so by less, and changes predictions at the same token more than at later ones; empty if neither
+    is measurable.
+    """
+    later, later_error, now, now_error, future, future_error = (
+        facts.effect(f"{prefix}{name}")
+        for name in ("later_future", "divergence_all", "divergence_future")
+        for prefix in ("", "standard_error_of_")
+    )
+    layers = sorted(later)
+    differs = measurable([later[layer] - FEEDS for layer in layers], [later_error[layer] for layer in layers])
+    clear = [layer for layer, yes in zip(layers, differs, strict=True) if yes]
+    feeding = [layer for layer in clear if later[layer] > FEEDS]
+    below = [layer for layer in clear if later[layer] < FEEDS]
+    nearer = measurable(
+        [now[layer] - future[layer] for layer in below],
+        [math.hypot(now_error[layer], future_error[layer]) for layer in below],
+    )
+    alone = [layer for layer, yes in zip(below, nearer, strict=True) if yes and now[layer] > future[layer]]
+    share = f"{100 * FEEDS:.0f} %"
+    hurts = (
+        f"Removing one of {layer_spans(feeding)} changes what later layers compute at later tokens (by over {share})"
+    )
+    edits = f"one of {layer_spans(alone)} changes mostly the prediction at the token where it is missing"
+    if feeding and alone:
+        return f"{hurts}; removing {edits}."
+    return f"{hurts}." if feeding else f"Removing {edits} (later tokens by under {share})." if alone else ""
 
 
 def _late(facts: Facts) -> str:
@@ -227,16 +268,18 @@ def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
 
 
 def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
-    """The strip of layers of one model at one step; None without displacement.
+    """The strip of layers of one model at one step; None without displacement and without removal of layers.
 
     `idle` lists the layers that do little, and `limit` states the criterion. Each of `rows` has `name`, `hint`, the
     name of the `figure` with the same numbers, and for the layers 1..L `shades` (0 to 10, null for an unknown value)
     and `texts`. `removed` lists layers from which blocks were removed; they get a row of their own.
     """
-    if not facts.displacement:
+    effect = facts.effect("divergence_all")
+    if not facts.displacement and not effect:
         return None
     errors = {layer: plus_minus({"standard_error": error}) for layer, error in facts.errors.items()}
     scale = math.log(HIGHEST / LOWEST)
+    effect_scale = math.log(STRONGEST / WEAKEST)
     depths = range(1, facts.layers + 1)
     darkest = len(SEQUENTIAL) - 1
     rows: list[dict[str, Any]] = []
@@ -249,6 +292,11 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
         (
             "Coherence", "strong = copies", "coherence", facts.values("coherence", "mean_corrected", "mean"),
             lambda _, value: f"coherence {value:.2f}",
+        ),
+        (
+            "Effect", "strong = removal changes predictions", "effect_output",
+            {at: math.log(max(value, WEAKEST) / WEAKEST) / effect_scale for at, value in effect.items()},
+            lambda at, _: f"{effect[at]:.3g} nats without it",
         ),
         (
             "Settled", "strong = predictions final", "saturation", facts.settled,

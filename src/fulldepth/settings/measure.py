@@ -10,6 +10,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.settings.loading import LOADING, SPREADING, Count, Length, LoadingSettings, ReadingSettings
 
 TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos", "patches", "mean", "mean-patches"]
+EffectPart = Literal["layer", "attention", "mlp"]
 
 SAMPLES = ("lens_tokens", "entropy_sequences", "reservoir_tokens")
 """Settings that limit a sample; None = no limit."""
@@ -29,7 +30,8 @@ class MeasureSettings(ReadingSettings):
     measures: Annotated[list[str], Field(min_length=1)] | None = None
     """Comma-separated names from displacement, jump_rate, coherence, cosine, cka, norm_ratio, lens_accuracy,
     lens_loss, saturation, effective_depth, nc1, renyi_entropy, separability, spectral_norm, mmd, retrieval_weight,
-    expected_retrieval, average_precision; None = all that model and data allow."""
+    expected_retrieval, average_precision, layer_effect; None = all that model and data allow but layer_effect, which
+    takes many forward passes."""
     batch_size: Count = 8
     """Sequences in one forward pass; does not affect results."""
     token_policy: TokenPolicy = "auto"
@@ -54,6 +56,14 @@ class MeasureSettings(ReadingSettings):
     """Most probable tokens kept in each cell of the lens grid."""
     grid_positions: int = Field(default=48, ge=1, le=4096)
     """First positions of a sequence that the lens grid shows."""
+    effect_parts: list[EffectPart] = Field(default=["layer"], min_length=1)
+    """Comma-separated parts that layer_effect removes from each layer in turn: layer, attention, mlp."""
+    effect_positions: int = Field(default=4, ge=1, le=64)
+    """Positions t drawn in each sequence for layer_effect on later tokens: a part is removed before t, and effects are
+    read from t on."""
+    effect_first: bool = False
+    """Whether layer_effect also removes parts at the first token of a sequence, which many models use as an attention
+    sink."""
     tower: Literal["text", "vision", "encoder", "decoder"] | None = None
     """text or vision, encoder or decoder: measure this part of a model alone."""
     device_map: str | dict[str, Any] | None = None

@@ -1,0 +1,344 @@
+"""Effect of removing a part of a layer on the later layers and on the prediction (Csordás et al. 2025)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from fulldepth.metrics.base import POSITION_BITS, Influence, Measure, Row, Setup
+from fulldepth.metrics.jackknife import influence_of_ratio, standard_error
+from fulldepth.metrics.reservoir import Reservoir, priority
+
+SCOPES = ("all", "future")
+"""`all`: a part is removed at every position. `future`: only at positions before t, and effects are read from t on."""
+STRIDE = 8
+"""The positions t of the scope `future` are multiples of this number."""
+SHARE = 0.9
+"""Share of positions below the quantile `q90`."""
+
+
+def relative_change(update: Tensor, changed: Tensor) -> Tensor:
+    r"""Relative change of a layer's update when a part of an earlier layer is removed, per token.
+
+    .. math:: E_{s, l}(t) = \frac{\|d_l(t) - d'_l(t)\|}{\|d_l(t)\|}, \quad d_l = h_l - h_{l - 1}
+
+    Args:
+        update: update :math:`d_l` of layer l in the whole model, `[..., D]`.
+        changed: update :math:`d'_l` of layer l without the part of layer s, same shape.
+
+    Returns:
+        `[...]`, unit 1, in [0, inf]; 0 = the update is the same, 1 = the change is as long as the update. NaN where
+        both updates are exactly zero, inf where only `update` is.
+
+    Raises:
+        ValueError: if the shapes differ.
+
+    Source: Csordás, Manning, Potts, "Do Language Models Use Their Depth Efficiently?", NeurIPS 2025, Sec. 3.2.
+    """
+    if update.shape != changed.shape:
+        raise ValueError(
+            f"update and changed must have one shape, got {tuple(update.shape)} and {tuple(changed.shape)}"
+        )
+    return torch.linalg.vector_norm(update - changed, dim=-1) / torch.linalg.vector_norm(update, dim=-1)
+
+
+def draw_starts(lengths: Tensor, sequence: Tensor, number: int, seed: int) -> Tensor:
+    """Draw the positions t of the scope `future` for every sequence.
+
+    The candidates of a sequence with n tokens are the multiples of 8 below n: t = 8 means that a part is removed at the
+    first eight tokens, and that effects are read from the ninth token on. The `number` candidates of smallest seeded
+    hash of (sequence, t) are drawn, without replacement, so that the draw depends on neither batches nor other
+    sequences. A sequence with fewer candidates gets all of them; one of at most 8 tokens has none, and no part in
+    effects of the scope `future`.
+
+    Args:
+        lengths: `[B]` tokens of each sequence.
+        sequence: `[B]` index of each sequence in the data.
+        number: positions to draw.
+        seed: seed of the draw.
+
+    Returns:
+        `[number, B]` int64: positions t in ascending order, then 0 where a sequence has no further one.
+    """
+    candidates = torch.arange(STRIDE, max(int(lengths.max()), STRIDE + 1), STRIDE)  # [C]
+    ranks = priority((sequence.cpu()[:, None] << POSITION_BITS) | candidates, seed)  # [B, C]
+    absent = torch.iinfo(torch.int64).max
+    ranks = ranks.where(candidates < lengths.cpu()[:, None], absent)
+    order = ranks.argsort(dim=1)[:, :number]
+    drawn = candidates[order].where(ranks.gather(1, order) < absent, absent).sort(dim=1).values
+    starts = torch.zeros(len(lengths), number, dtype=torch.int64)
+    starts[:, : drawn.shape[1]] = drawn.where(drawn < absent, 0)
+    return starts.T
+
+
+@dataclass(frozen=True)
+class Removals:
+    """What removing one part of every layer in turn changes in a batch, at N positions that are read."""
+
+    part: str
+    """`layer`, `attention` or `mlp`."""
+    scope: str
+    """One of `SCOPES`."""
+    keys: Tensor
+    """[N] int64: the sequence of each position, shifted by `POSITION_BITS`, plus a number that is unique in it."""
+    later: Tensor
+    """[P, N] relative changes of the updates of layer l without the part of layer s, for the pairs of `pairs`."""
+    divergence: Tensor | None = None
+    """[L, N] divergence of the predictions in nats; None for a model without predictions at every position."""
+    output_change: Tensor | None = None
+    """[L, N] Euclidean norm of the change of the predicted probabilities."""
+    loss_added: Tensor | None = None
+    """[L, M] loss added in nats at the positions with a target, in the scope `all`."""
+    owners: Tensor | None = None
+    """[M] int64: the sequence of each position with a target."""
+
+
+def pairs(num_layers: int) -> Tensor:
+    """[2, P] int64 pairs of 0-based layers s < l, sorted: s is removed and l is later."""
+    return torch.triu_indices(num_layers, num_layers, 1)
+
+
+class LayerEffect(Measure):
+    """Effects of removing a part of each layer in turn on the updates of later layers and on the prediction.
+
+    The site of a row is the part that is removed, `layer` is s, `other` is l. Means, maxima and their counts are over
+    all positions read: in the scope `future` over all pairs of a drawn t and a position from t on. Quantiles are over a
+    seeded sample of them (`reservoir_tokens`; times the number of drawn t in the scope `future`), exact if all fit.
+
+    The means' standard errors come from sums per group of clusters. The error of the quantile is Woodruff's: the
+    cluster-robust error of the share of positions below the quantile, mapped back through the empirical distribution.
+    Maxima have none. `later_all` and `later_future` are means of `mean_all` and `mean_future` over the later layers.
+    """
+
+    name = "layer_effect"
+    optional = True
+    needs = frozenset({"interventions"})
+    units: ClassVar[Mapping[str, str]] = {
+        **{f"{name}_{scope}": "1" for name in ("mean", "q90", "max", "later", "output_change") for scope in SCOPES},
+        **{f"standard_error_of_{name}_{scope}": "1" for name in ("mean", "q90", "later") for scope in SCOPES},
+        **{f"{prefix}divergence_{scope}": "nats" for prefix in ("", "standard_error_of_") for scope in SCOPES},
+        "loss_added": "nats",
+        "standard_error_of_loss_added": "nats",
+    }
+    sums: Tensor
+    counts: Tensor
+    largest: Tensor
+    loss_sums: Tensor
+    loss_counts: Tensor
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        layers = setup.num_layers
+        parts = len(setup.effect_parts)
+        self.pairs = pairs(layers)
+        # the last index: 0 = the prediction, 1..L = the update of that layer
+        self.add_grouped("sums", parts, 2, layers, layers + 1)
+        self.add_grouped("counts", parts, 2, layers, layers + 1)
+        self.add("largest", (parts, 2, layers, layers + 1), reduce="max", device=setup.device)
+        self.add_grouped("loss_sums", parts, layers)
+        self.add_grouped("loss_counts", parts, layers)
+        shape = (self.pairs.shape[1],)
+        dtype = torch.float64 if setup.double else torch.float32
+        self.samples = nn.ModuleList(
+            Reservoir(setup.reservoir_tokens * draws, shape, setup.seed, setup.device, dtype)
+            for _ in setup.effect_parts
+            for draws in (1, setup.effect_positions)
+        )
+        """The samples of positions of each part and scope."""
+
+    def reset(self) -> None:
+        """Remove all data."""
+        super().reset()
+        for sample in self.samples:
+            sample.reset()  # type: ignore[operator]
+
+    def update(self, removals: Removals) -> None:
+        """Add one batch."""
+        device = self.sums.device
+        part = self.setup.effect_parts.index(removals.part)
+        scope = SCOPES.index(removals.scope)
+        removed, later = self.pairs.to(device)
+        weights = self._groups_of(removals.keys >> POSITION_BITS)  # [N, G]
+        self._add(removals.later, weights, part, scope, removed, later + 1)
+        self.samples[2 * part + scope].update(removals.later.T, removals.keys)  # type: ignore[operator]
+        if removals.divergence is not None and removals.output_change is not None:
+            layers = torch.arange(self.setup.num_layers, device=device)
+            self._add(removals.divergence, weights, part, scope, layers, torch.zeros_like(layers))
+            self.largest[part, scope, :, 0] = torch.maximum(
+                self.largest[part, scope, :, 0], _largest(removals.output_change.to(device))
+            )
+        if removals.loss_added is not None and removals.owners is not None:
+            values = removals.loss_added.to(device).double()
+            finite = values.isfinite()
+            weights = self._groups_of(removals.owners)
+            self.loss_sums[:, part] += (values.where(finite, 0.0) @ weights).T
+            self.loss_counts[:, part] += (finite.double() @ weights).T
+
+    def _groups_of(self, sequence: Tensor) -> Tensor:
+        """[N, G] float64: 1 in the column of the group of each sequence `[N]`."""
+        group = self.setup.group_of[sequence.cpu()]
+        return one_hot(group, self.setup.groups).double().to(self.sums.device)
+
+    def _add(self, values: Tensor, weights: Tensor, part: int, scope: int, removed: Tensor, later: Tensor) -> None:
+        """Add finite `values [K, N]` with `weights [N, G]` to the sums of K pairs; of updates, also to the maxima."""
+        values = values.to(self.sums.device).double()
+        finite = values.isfinite()
+        values = values.where(finite, 0.0)
+        self.sums[:, part, scope, removed, later] += (values @ weights).T
+        self.counts[:, part, scope, removed, later] += (finite.double() @ weights).T
+        if bool((later > 0).all()):
+            before = self.largest[part, scope, removed, later]
+            self.largest[part, scope, removed, later] = torch.maximum(before, _largest(values))
+
+    def compute(self) -> dict[str, Tensor]:
+        """Statistics over all processes.
+
+        Returns:
+            `mean`, `standard_error`, `count` and `largest`, `[parts, 2, L, L+1]` (index 0 of the last dimension: the
+            prediction, whose `largest` is that of the probabilities); `later` and `standard_error_of_later`,
+            `[parts, 2, L]`; `loss`, `standard_error_of_loss` and `loss_count`, `[parts, L]`.
+        """
+        later = influence_of_ratio(self.sums, self.counts)[..., 1:].nanmean(-1)  # [G, parts, 2, L]
+        return {
+            "mean": self.sums.sum(0) / self.counts.sum(0),
+            "standard_error": standard_error(influence_of_ratio(self.sums, self.counts)),
+            "count": self.counts.sum(0),
+            "largest": self.largest,
+            "later": (self.sums.sum(0) / self.counts.sum(0))[..., 1:].nanmean(-1),
+            "standard_error_of_later": standard_error(later),
+            "loss": self.loss_sums.sum(0) / self.loss_counts.sum(0),
+            "standard_error_of_loss": standard_error(influence_of_ratio(self.loss_sums, self.loss_counts)),
+            "loss_count": self.loss_counts.sum(0),
+        }
+
+    def rows(self) -> list[Row]:
+        """Rows for every part, scope and pair of layers that were measured."""
+        values = {name: value.cpu() for name, value in self.compute().items()}
+        rows: list[Row] = []
+        for part, site in enumerate(self.setup.effect_parts):
+            for scope, name in enumerate(SCOPES):
+                quantile, error = self._quantiles(2 * part + scope)
+                for index, (removed, later) in enumerate(self.pairs.T.tolist()):
+                    at = (part, scope, removed, later + 1)
+                    statistics = {
+                        f"mean_{name}": float(values["mean"][at]),
+                        f"standard_error_of_mean_{name}": float(values["standard_error"][at]),
+                        f"q90_{name}": float(quantile[index]),
+                        f"standard_error_of_q90_{name}": float(error[index]),
+                        f"max_{name}": float(values["largest"][at]),
+                    }
+                    rows += self._rows(statistics, int(values["count"][at]), site, removed, later)
+                for removed in range(self.setup.num_layers):
+                    rows += self._summaries(values, part, scope, removed)
+        return rows
+
+    def _summaries(self, values: dict[str, Tensor], part: int, scope: int, removed: int) -> Iterator[Row]:
+        """Rows of one 0-based removed layer without a later one: later layers on average, and the prediction."""
+        name = SCOPES[scope]
+        site = self.setup.effect_parts[part]
+        at = (part, scope, removed)
+        statistics = {
+            f"later_{name}": float(values["later"][at]),
+            f"standard_error_of_later_{name}": float(values["standard_error_of_later"][at]),
+        }
+        counts = values["count"][at].long()
+        yield from self._rows(statistics, int(counts[1:].max()), site, removed)
+        statistics = {
+            f"divergence_{name}": float(values["mean"][at][0]),
+            f"standard_error_of_divergence_{name}": float(values["standard_error"][at][0]),
+            f"output_change_{name}": float(values["largest"][at][0]),
+        }
+        yield from self._rows(statistics, int(counts[0]), site, removed)
+        if scope == 0:
+            statistics = {
+                "loss_added": float(values["loss"][part, removed]),
+                "standard_error_of_loss_added": float(values["standard_error_of_loss"][part, removed]),
+            }
+            yield from self._rows(statistics, int(values["loss_count"][part, removed]), site, removed)
+
+    def _rows(
+        self, statistics: dict[str, float], count: int, site: str, removed: int, later: int | None = None
+    ) -> Iterator[Row]:
+        """Rows of statistics over `count` positions, none of 0 positions; layers are 0-based, errors may be unknown."""
+        other = None if later is None else later + 1
+        for statistic, value in statistics.items() if count else ():
+            if not math.isnan(value) or not statistic.startswith("standard_error"):
+                yield self.row(statistic, value, count, removed + 1, other, site)
+
+    def _quantiles(self, index: int) -> tuple[Tensor, Tensor]:
+        """[P] quantiles of a sample of positions, and their standard errors."""
+        sample = self.samples[index].compute()  # type: ignore[operator]
+        group = self.setup.group_of[sample.keys.cpu() >> POSITION_BITS]
+        columns = [sampled_quantile(part, group, self.setup.groups) for part in sample.features.cpu().split(256, 1)]
+        if not columns:
+            return torch.empty(0), torch.empty(0)
+        quantile, error = (torch.cat(values) for values in zip(*columns, strict=True))
+        return quantile, error
+
+    def influences_here(self) -> list[Influence]:
+        """Influences on the divergences, the added losses and the means over later layers."""
+        influences = influence_of_ratio(self.sums, self.counts)  # [G, parts, 2, L, L+1]
+        of_loss = influence_of_ratio(self.loss_sums, self.loss_counts)  # [G, parts, L]
+        numbers = {}
+        for scope, name in enumerate(SCOPES):
+            numbers[f"later_{name}"] = influences[:, :, scope, :, 1:].nanmean(-1)
+            numbers[f"divergence_{name}"] = influences[:, :, scope, :, 0]
+        numbers["loss_added"] = of_loss
+        return [
+            self.influence(statistic, values[:, part, removed], removed + 1, site=site)
+            for statistic, values in numbers.items()
+            for part, site in enumerate(self.setup.effect_parts)
+            for removed in range(self.setup.num_layers)
+            if values[:, part, removed].isfinite().any()
+        ]
+
+
+def _largest(values: Tensor) -> Tensor:
+    """[K] float64 largest value of each row of `[K, N]`, 0 for N = 0."""
+    return values.double().amax(1) if values.shape[1] else values.new_zeros(len(values), dtype=torch.float64)
+
+
+def sampled_quantile(values: Tensor, group: Tensor, groups: int, share: float = SHARE) -> tuple[Tensor, Tensor]:
+    r"""Quantile of every column of a sample, and its cluster-robust standard error (Woodruff 1952).
+
+    .. math:: \mathrm{SE}(q) = \frac{Q(p + \mathrm{SE}(\hat p)) - Q(p - \mathrm{SE}(\hat p))}{2}
+
+    :math:`\hat p` is the share of values up to the quantile :math:`q = Q(p)`, with the error of a ratio of sums per
+    group of clusters.
+
+    Args:
+        values: `[N, K]`; values that are not finite are left out.
+        group: `[N]` int64 group of clusters of each row.
+        groups: G.
+        share: p.
+
+    Returns:
+        Quantile and standard error, `[K]` float64 each, interpolated linearly (numpy's default); NaN without values,
+        and for errors with too few groups.
+    """
+    values = values.double()
+    finite = values.isfinite()
+    ordered = values.where(finite, math.inf).sort(dim=0).values
+    counts = finite.sum(0)
+    quantile = _interpolated(ordered, counts, torch.full_like(counts, share, dtype=torch.float64))
+    members = one_hot(group, groups).double().T  # [G, N]
+    below = members @ (finite & (values <= quantile)).double()
+    error_of_share = standard_error(influence_of_ratio(below, members @ finite.double()))  # [K]
+    ends = [_interpolated(ordered, counts, (share + sign * error_of_share).clamp(0, 1)) for sign in (-1, 1)]
+    return quantile, (ends[1] - ends[0]) / 2
+
+
+def _interpolated(ordered: Tensor, counts: Tensor, share: Tensor) -> Tensor:
+    """[K] quantiles of the first `counts: [K]` values of sorted columns `[N, K]`; NaN where there is none."""
+    if not len(ordered):
+        return torch.full_like(share, torch.nan)
+    rank = share.nan_to_num(0.0) * (counts - 1).clamp(min=0)
+    below = ordered.gather(0, rank.floor().long()[None])[0]
+    above = ordered.gather(0, rank.ceil().long()[None])[0]
+    return torch.lerp(below, above, rank - rank.floor()).where((counts > 0) & ~share.isnan(), torch.nan)
