@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from PIL import ImageOps
@@ -77,6 +77,15 @@ class DataRecord:
         return json.dumps(self.conversation, sort_keys=True, default=str)
 
     @property
+    def content(self) -> int:
+        """Identity of the text, or of the name or place of the image: equal for equal texts, whatever their label."""
+        parts = (self.text, self.second, self.prompt, self.response)
+        content = [part or "" for part in parts] if self.image is None else [self.image.name or self.where]
+        if self.messages is not None:
+            content.append(self.messages)
+        return identity(*content)
+
+    @property
     def class_index(self) -> int:
         """Its label, -100 if unknown."""
         return IGNORE if self.label is None else self.label
@@ -100,6 +109,8 @@ class Source:
     """Name of each class index; empty if classes have no names."""
     warnings: tuple[str, ...] = ()
     """Sentences on what was read, and on entries that were skipped."""
+    origin: Any = field(default=None, repr=False, compare=False)
+    """The data that they were read from, as for `open_data`; None = made in another way."""
 
     @property
     def captioned(self) -> bool:
@@ -196,7 +207,7 @@ def open_source(
     if isinstance(row.get("objects"), Objects):
         columns = Columns("objects", "image", None, None)
     if limit is None:
-        return _source(opened, columns, opened.rows(_columns_to_read), sampled=False)
+        return replace(_source(opened, columns, opened.rows(_columns_to_read), sampled=False), origin=data)
     for windows in (window if columns.kind == "text" and columns.label is None else None, window):
         rows = opened.sampled(columns.names, limit, seed=seed, order=order, window=windows)
         source = _source(opened, columns, rows, sampled=True)
@@ -206,7 +217,7 @@ def open_source(
         # windows are drawn by the text of a document alone, so that stored results can be made again
         records = [replace(record, identity=identity(record.text or "")) for record in source.records]
         source = replace(source, records=records)
-    return source
+    return replace(source, origin=data)
 
 
 def choose(identities: Sequence[int], limit: int, seed: int, order: Order) -> list[int]:
@@ -282,14 +293,7 @@ def identities(source: Source) -> list[int]:
 
 def contents(source: Source) -> list[int]:
     """Identity of each record's content, its unit of independence: as `identities`, but the same for equal texts."""
-    numbers = []
-    for record in source.records:
-        parts = (record.text, record.second, record.prompt, record.response)
-        content = [part or "" for part in parts] if record.image is None else [record.image.name or record.where]
-        if record.messages is not None:
-            content.append(record.messages)
-        numbers.append(identity(*content) if record.identity is None else record.identity)
-    return numbers
+    return [record.content if record.identity is None else record.identity for record in source.records]
 
 
 def _class_indices(

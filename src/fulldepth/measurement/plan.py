@@ -105,7 +105,7 @@ def make_plan(
     plan = MeasurePlan(setup, counting)
     reasons = missing(setup, subject, has_reference, shows_all)
     for name, measure in METRICS.items():
-        if names is not None and name not in names:
+        if name not in names if names is not None else measure.optional:
             continue
         needs = sorted(measure.needs & reasons.keys())
         why = "; ".join(reasons[need] for need in needs)
@@ -159,6 +159,10 @@ def missing(setup: Setup, subject: Subject, has_reference: bool, shows_all: bool
         "objects": (
             not without_boxes and (sequences.kind != "objects" or not sequences.num_targets),
             "the data hold no boxes of objects",
+        ),
+        "fitted_maps": (
+            subject.verified.classifier is not None and not subject.verified.classifier.per_token,
+            f"the linear lens reads models that predict tokens, and {kind} predicts one class",
         ),
         "reference": (not has_reference, "no reference model was named (--reference MODEL)"),
     }

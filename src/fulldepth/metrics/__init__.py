@@ -17,6 +17,7 @@ from fulldepth.metrics.lens import (
     effective_depth,
     saturation_layer,
 )
+from fulldepth.metrics.linear_lens import LinearLensAccuracy, LinearLensLoss, LinearMaps, MapSums, linear_map
 from fulldepth.metrics.mmd import Mmd, mmd
 from fulldepth.metrics.nc1 import Nc1, nc1
 from fulldepth.metrics.renyi_entropy import RenyiEntropy, renyi_entropy
@@ -43,6 +44,8 @@ MEASURES: tuple[type[Measure], ...] = (
     LensLoss,
     Saturation,
     EffectiveDepth,
+    LinearLensAccuracy,
+    LinearLensLoss,
     Nc1,
     RenyiEntropy,
     Separability,
@@ -70,6 +73,10 @@ __all__ = [
     "JumpRate",
     "LensAccuracy",
     "LensLoss",
+    "LinearLensAccuracy",
+    "LinearLensLoss",
+    "LinearMaps",
+    "MapSums",
     "Measure",
     "Mmd",
     "Nc1",
@@ -95,6 +102,7 @@ __all__ = [
     "head_shares",
     "jump_rate",
     "linear_cka",
+    "linear_map",
     "mmd",
     "nc1",
     "norm_ratio",
