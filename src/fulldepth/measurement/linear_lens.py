@@ -14,7 +14,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import counted, plural, sample
-from fulldepth.data import Sequences
+from fulldepth.data import Sequences, Source
 from fulldepth.data.corpus import CORPUS
 from fulldepth.execution import body_inputs, capture
 from fulldepth.hf import available_memory
@@ -29,6 +29,7 @@ ENOUGH = 5
 """Positions for each channel below which a warning says that the maps are poor."""
 HELD_OUT = 5
 """One in so many documents chooses the ridge."""
+OTHER_TEXT = f"Name other text to fit on, such as --fit {CORPUS}."
 MEMORY_SHARE = 2
 """The sums of products take at most one part in so many of the free memory at a time."""
 
@@ -89,8 +90,8 @@ def enough(sequences: Sequences, positions: int, width: int) -> str:
     """A sentence on the number of sequences that hold `ENOUGH` positions for each channel."""
     needed = math.ceil(ENOUGH * width * len(sequences) / max(1, positions))
     return (
-        f"About {needed:,} sequences like these would suffice: name more text (fit), or raise fit_sequences where it "
-        "limits them."
+        f"About {needed:,} sequences like these would suffice: name more text by --fit, or raise fit_sequences where "
+        "it limits them."
     )
 
 
@@ -109,19 +110,13 @@ def fitting_sequences(subject: Subject, settings: MeasureSettings) -> Sequences:
     """
     measured = subject.sequences
     data = subject.origin if settings.fit is None else settings.fit
-    advice = f"Name other text to fit on (fit), such as {CORPUS}."
     if data is None or not measured.contents:
-        raise refusal(f"the documents of {measured.name} are not known, so none can be left for it. {advice}")
+        raise refusal(f"the documents of {measured.name} are not known, so none can be left for it. {OTHER_TEXT}")
     wanted = WANTED * subject.verified.width
     length = settings.sequence_length or min(DEFAULT_LENGTH, subject.anatomy.max_positions or DEFAULT_LENGTH)
     count = settings.fit_sequences or math.ceil(wanted / max(1, length - 1))
     for _ in range(2):  # a second time if sequences hold fewer positions than their length
-        split = settings.split if settings.fit is None else None
-        reading = settings.model_copy(update={"max_sequences": count + len(measured), "split": split})
-        source = read_source(data, reading, held_out=settings.fit is None)
-        unread = subject.unread(source)
-        if not len(unread):
-            raise refusal(f"all {counted(len(source), 'document')} of {source.name} are measured. {advice}")
+        unread = _unread(subject, data, settings, count)
         sequences = subject.further(unread, settings.model_copy(update={"max_sequences": count, "split": None}))
         if settings.fit_sequences is not None or len(sequences) < count or sequences.num_targets >= wanted:
             break
@@ -129,6 +124,24 @@ def fitting_sequences(subject: Subject, settings: MeasureSettings) -> Sequences:
     if shared := sequences.contents & measured.contents:
         raise FulldepthError(f"{len(shared)} documents are fitted on and measured; this is a defect of fulldepth.")
     return sequences
+
+
+def _unread(subject: Subject, data: Any, settings: MeasureSettings, count: int) -> Source:
+    """Records that hold `count` sequences or more, if there are so many, and that are not measured.
+
+    Raises:
+        FulldepthError: if all are measured.
+    """
+    measured = subject.sequences
+    for limit in (count, count + len(measured)):  # more only where some of them are measured
+        reading = {"max_sequences": limit, "split": settings.split if settings.fit is None else None}
+        source = read_source(data, settings.model_copy(update=reading), held_out=settings.fit is None)
+        unread = subject.unread(source)
+        if len(unread) == len(source):
+            return unread
+    if not len(unread):
+        raise refusal(f"all {counted(len(source), 'document')} of {source.name} are measured. {OTHER_TEXT}")
+    return unread
 
 
 def choosing(sequences: Sequences, seed: int) -> np.ndarray:
@@ -142,7 +155,7 @@ def choosing(sequences: Sequences, seed: int) -> np.ndarray:
     if len(every) < 2:
         raise refusal(
             f"its ridge is chosen on held-out {plural(sequences.unit)}, which takes two at least, and "
-            f"{sequences.name} leaves one. Name more text to fit on (fit)."
+            f"{sequences.name} leaves one. Name more text by --fit."
         )
     drawn = every[sample(every.tolist(), max(1, len(every) // HELD_OUT), seed)]
     return np.isin(clusters, drawn)

@@ -30,7 +30,7 @@ STRENGTHS = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 """Ridges that are tried, as multiples of the mean eigenvalue of the sums of products."""
 GAIN = "gain"
 EARLY_GAIN = "gain_of_early_layers"
-ERROR = "standard_error_of_"
+ERROR_OF = "standard_error_of_"
 PARTS = 2
 """Parts of the fitting documents: those of the first fit, and those held out to choose the ridge."""
 
@@ -290,10 +290,10 @@ class LinearLensMean(LensMean):
         rows = super().rows()
         for layer, (total, error) in enumerate(zip(gain.sum(0).tolist(), errors.tolist(), strict=True)):
             if layer < self.setup.num_layers and count:
-                rows += self.rows_of({GAIN: total / count, ERROR + GAIN: error}, count, layer)
+                rows += self.rows_of({GAIN: total / count, ERROR_OF + GAIN: error}, count, layer)
         if self.setup.num_layers > 1 and count:
             value = float(early.sum()) / count
-            rows += self.rows_of({EARLY_GAIN: value, ERROR + EARLY_GAIN: float(early_error)}, count)
+            rows += self.rows_of({EARLY_GAIN: value, ERROR_OF + EARLY_GAIN: float(early_error)}, count)
         return rows
 
     def influences_here(self) -> list[Influence]:
@@ -305,7 +305,7 @@ class LinearLensMean(LensMean):
         return influences
 
 
-STATISTICS = ("mean", "standard_error", GAIN, ERROR + GAIN, EARLY_GAIN, ERROR + EARLY_GAIN)
+STATISTICS = ("mean", "standard_error", GAIN, ERROR_OF + GAIN, EARLY_GAIN, ERROR_OF + EARLY_GAIN)
 
 
 class LinearLensAccuracy(LinearLensMean, LensAccuracy):

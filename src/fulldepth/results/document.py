@@ -390,6 +390,7 @@ class Document(Described):
     groups: dict[str, str | int | None] | None = None
     timings: TimingsEntry | None = None
     router_tokens: Routers | None = None
+    linear_lens: Object | None = None
     steps: list[StepEntry] | None = None
     models: list[ComparedEntry] | None = None
     next: NextEntry | None = None
