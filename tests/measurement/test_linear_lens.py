@@ -231,7 +231,7 @@ def test_too_little_text(trained, pages, tmp_path, checkpoint):
         measure(trained, pages[:12], measures=PLAIN, fit="corpus:builtin")
     with refused("linear_lens_loss was asked for but cannot be measured", "predicts one class"):
         labelled = [{"text": text, "label": n % 2} for n, text in enumerate(pages[:6])]
-        measure(checkpoint("bert_classifier"), labelled, measures=LINEAR[1:])
+        measure(checkpoint("bert-classifier"), labelled, measures=LINEAR[1:])
 
 
 def test_is_measured_only_by_name(trained, pages):

@@ -167,7 +167,9 @@ def lens(
     if not texts:
         raise FulldepthError("The lens needs at least one text.")
     loading = settings.model_dump(exclude={"top_k", "sequence_length", "linear", *FITTING})
-    fitting = {"fit": settings.fit or CORPUS, "fit_sequences": settings.fit_sequences} if settings.linear else {}
+    fitting: dict[str, Any] = {}
+    if settings.linear:
+        fitting = {"fit": settings.fit or CORPUS, "fit_sequences": settings.fit_sequences}
     measure_settings = MeasureSettings(
         **loading,
         **fitting,

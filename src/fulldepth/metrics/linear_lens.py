@@ -38,7 +38,7 @@ PARTS = 2
 class Moments(NamedTuple):
     """Sums over N positions of a layer's states x and the last layer's states y, float64."""
 
-    count: Tensor
+    number: Tensor
     """N."""
     x: Tensor
     """[D]."""
@@ -61,14 +61,14 @@ class Moments(NamedTuple):
     @property
     def means(self) -> tuple[Tensor, Tensor]:
         """Mean x and mean y, `[D]` each."""
-        return self.x / self.count, self.y / self.count
+        return self.x / self.number, self.y / self.number
 
     def about(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The three sums of products of x and y less the given `[D]` each: `[D, D]`, `[D, D]` and a number."""
         shift = torch.outer(self.x, x)
-        xx = self.xx - shift - shift.T + self.count * torch.outer(x, x)
-        xy = self.xy - torch.outer(x, self.y) - torch.outer(self.x, y) + self.count * torch.outer(x, y)
-        return xx, xy, self.yy - 2 * y @ self.y + self.count * y @ y
+        xx = self.xx - shift - shift.T + self.number * torch.outer(x, x)
+        xy = self.xy - torch.outer(x, self.y) - torch.outer(self.x, y) + self.number * torch.outer(x, y)
+        return xx, xy, self.yy - 2 * y @ self.y + self.number * y @ y
 
 
 def ridge_of(products: Tensor, strength: float) -> Tensor:
@@ -297,11 +297,15 @@ class LinearLensMean(LensMean):
         return rows
 
     def influences_here(self) -> list[Influence]:
-        """Influences on the mean of every layer, and on the gain over early layers."""
+        """Influences on the mean and the gain of every layer, and on the gain over early layers."""
         influences = super().influences_here()
-        if self.setup.num_layers > 1 and influences:
-            values = influence_of_ratio(self.gains()[1], self.counts[:, 0])
-            influences.append(self.influence(EARLY_GAIN, values))
+        if not influences:
+            return []
+        gain, early = self.gains()
+        values = influence_of_ratio(gain, self.counts)
+        influences += [self.influence(GAIN, values[:, layer], layer) for layer in range(self.setup.num_layers)]
+        if self.setup.num_layers > 1:
+            influences.append(self.influence(EARLY_GAIN, influence_of_ratio(early, self.counts[:, 0])))
         return influences
 
 

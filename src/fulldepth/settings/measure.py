@@ -33,9 +33,9 @@ class MeasureSettings(ReadingSettings):
 
     measures: Annotated[list[str], Field(min_length=1)] | None = None
     """Comma-separated names from displacement, jump_rate, coherence, cosine, cka, norm_ratio, lens_accuracy,
-    lens_loss, saturation, effective_depth, nc1, renyi_entropy, separability, spectral_norm, mmd, retrieval_weight,
-    expected_retrieval, average_precision, and only by name linear_lens_accuracy, linear_lens_loss; None = all others
-    that model and data allow."""
+    lens_loss, saturation, effective_depth, linear_lens_accuracy, linear_lens_loss, nc1, renyi_entropy, separability,
+    spectral_norm, mmd, retrieval_weight, expected_retrieval, average_precision; None = all that model and data allow,
+    without the linear lens."""
     batch_size: Count = 8
     """Sequences in one forward pass; does not affect results."""
     token_policy: TokenPolicy = "auto"
