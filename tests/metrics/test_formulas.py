@@ -163,7 +163,7 @@ def of_logits(value):
 
 
 def of_both_lenses(value, sign):
-    """Means of the linear lens, and what it gains: at each layer but the last, and over the first half of them."""
+    """Means of the linear lens, and what it gains: at each layer, and over the first half of them."""
 
     def rows(world):
         targets = world.targets.numpy()
@@ -174,8 +174,7 @@ def of_both_lenses(value, sign):
         gains = [sign * (ours - theirs) for ours, theirs in zip(linear, plain, strict=True)]
         for layer in range(world.layers + 1):
             yield ("residual", layer, None, "mean"), (linear[layer], count)
-            if layer < world.layers:
-                yield ("residual", layer, None, "gain"), (gains[layer], count)
+            yield ("residual", layer, None, "gain"), (gains[layer], count)
         yield ("residual", None, None, "gain_of_early_layers"), (np.mean(gains[1 : world.layers // 2 + 1]), count)
 
     return rows

@@ -257,8 +257,8 @@ class MapSums(Accumulator):
 class LinearLensMean(LensMean):
     """Mean of one statistic of the linear lens, and its gain over the plain lens at the same positions.
 
-    `gain` of a layer is positive where the linear lens is better. `gain_of_early_layers` is its mean over layers 1 to
-    L // 2. Both have a paired standard error.
+    `gain` of a layer is positive where the linear lens is better, and 0 at the last layer. `gain_of_early_layers` is its
+    mean over layers 1 to L // 2. Both have a paired standard error.
     """
 
     needs = frozenset({"targets", "fitted_maps"})
@@ -281,20 +281,28 @@ class LinearLensMean(LensMean):
         gain = self.sign * (self.sums - self.plain)
         return gain, gain[:, 1 : self.setup.num_layers // 2 + 1].mean(1)
 
-    def rows(self) -> list[Row]:
-        """Rows of each layer 0..L, and of the gain over early layers."""
+    def compute(self) -> dict[str, Tensor]:
+        """As for `Means`, with the gain of layers 0..L, `[L+1]`, and over early layers, each with its error."""
         gain, early = self.gains()
-        count = int(self.counts.sum())
-        errors = standard_error(influence_of_ratio(gain, self.counts))
-        early_error = standard_error(influence_of_ratio(early, self.counts[:, 0]))
-        rows = super().rows()
-        for layer, (total, error) in enumerate(zip(gain.sum(0).tolist(), errors.tolist(), strict=True)):
-            if layer < self.setup.num_layers and count:
-                rows += self.rows_of({GAIN: total / count, ERROR_OF + GAIN: error}, count, layer)
-        if self.setup.num_layers > 1 and count:
-            value = float(early.sum()) / count
-            rows += self.rows_of({EARLY_GAIN: value, ERROR_OF + EARLY_GAIN: float(early_error)}, count)
-        return rows
+        count = self.counts.sum()
+        return super().compute() | {
+            GAIN: gain.sum(0) / count,
+            ERROR_OF + GAIN: standard_error(influence_of_ratio(gain, self.counts)),
+            EARLY_GAIN: early.sum() / count,
+            ERROR_OF + EARLY_GAIN: standard_error(influence_of_ratio(early, self.counts[:, 0])),
+        }
+
+    def rows(self) -> list[Row]:
+        """Rows of each layer 0..L, and of the gain over early layers if there are any."""
+        values = self.compute()
+        count = int(values.pop("count").max())
+        early = {name: float(values.pop(name)) for name in (EARLY_GAIN, ERROR_OF + EARLY_GAIN)}
+        rows = [
+            row
+            for layer in range(self.setup.num_layers + 1)
+            for row in self.rows_of({name: float(value[layer]) for name, value in values.items()}, count, layer)
+        ]
+        return rows + (self.rows_of(early, count) if self.setup.num_layers > 1 else [])
 
     def influences_here(self) -> list[Influence]:
         """Influences on the mean and the gain of every layer, and on the gain over early layers."""
@@ -303,7 +311,7 @@ class LinearLensMean(LensMean):
             return []
         gain, early = self.gains()
         values = influence_of_ratio(gain, self.counts)
-        influences += [self.influence(GAIN, values[:, layer], layer) for layer in range(self.setup.num_layers)]
+        influences += [self.influence(GAIN, values[:, layer], layer) for layer in range(self.setup.num_layers + 1)]
         if self.setup.num_layers > 1:
             influences.append(self.influence(EARLY_GAIN, influence_of_ratio(early, self.counts[:, 0])))
         return influences
