@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -247,6 +248,54 @@ def test_masked_models_and_other_families(family, checkpoint, pages):
     for plain, linear in zip(PLAIN, LINEAR, strict=True):
         assert numbers(results, plain, "mean")[-1] == numbers(results, linear, "mean")[-1]
     assert (numbers(results, LINEAR[1], "mean")[:-1] < numbers(results, PLAIN[1], "mean")[:-1] + 0.1).all()
+
+
+def test_rows_of_pairs_are_fitted_on_other_rows(trained, pages, fitted):
+    """Of rows as many are opened as are measured, so that more are opened to fit on."""
+    rows = [{"prompt": text[:20], "response": text[20:60]} for text in pages]
+    results = measure(trained, rows, measures=LINEAR, max_sequences=8, lens_tokens=None)
+    assert results.meta["data"]["sequences"] == 8
+    entry = results.meta["linear_lens"]
+    assert entry["data"]["sequences"] <= len(rows) - 8
+    assert entry["positions"] >= 20 * WIDTH
+    assert len(set(fitted[0][0])) == entry["data"]["sequences"]
+
+
+def test_decoder_of_an_encoder_decoder(checkpoint, pages):
+    rows = [{"prompt": text[:60], "response": text[60:140]} for text in pages]
+    results = measure(checkpoint("t5"), rows, measures=PLAIN + LINEAR, max_sequences=8, lens_tokens=None)
+    table = results.table[results.table.measure.isin(LINEAR)]
+    assert set(table.site.str.partition(":")[0]) == {"decoder"}
+    assert table.value.notna().all()
+
+
+def test_bfloat16(trained, pages):
+    whole, half = (
+        measure(trained, pages[:12], measures=LINEAR, fit="corpus:builtin", sequence_length=LENGTH, dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    )
+    assert_allclose(numbers(half, LINEAR[1], "mean"), numbers(whole, LINEAR[1], "mean"), atol=0.05)
+
+
+def test_every_checkpoint_of_a_series_has_maps_of_its_own(checkpoint, pages, tmp_path):
+    run = tmp_path / "run"
+    for step in (1, 2):
+        shutil.copytree(checkpoint("llama", step), run / f"checkpoint-{step}")
+    data, fit = tmp_path / "pages.jsonl", tmp_path / "fit.jsonl"
+    jsonl(data, *({"text": text} for text in pages[:12]))
+    jsonl(fit, *({"text": text} for text in pages[12:]))
+    options = {"measures": LINEAR, "fit": str(fit), "sequence_length": LENGTH}
+    series = measure(run, data, output=tmp_path / "out", **options)
+    for step in (1, 2):
+        alone = measure(run / f"checkpoint-{step}", data, **options)
+        rows = series.table[series.table.step == step].drop(columns="step").reset_index(drop=True)
+        assert_allclose(rows.value, alone.table.value)
+        stored = Results.load(tmp_path / "out" / "steps" / f"checkpoint-{step}").meta["linear_lens"]
+        assert stored == alone.meta["linear_lens"]
+    with fit.open("a") as file:
+        file.write(json.dumps({"text": pages[0]}) + "\n")
+    with refused("holds the results of another run"):
+        measure(run, data, output=tmp_path / "out", **options)
 
 
 def test_layers_in_groups_give_the_same(trained, pages, monkeypatch):

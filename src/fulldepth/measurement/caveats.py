@@ -13,7 +13,7 @@ from fulldepth.measurement.headline import Clusters
 from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.base import NO_FIRST
-from fulldepth.settings.measure import MeasureSettings
+from fulldepth.settings.measure import LINEAR_LENS, PLAIN_LENS, MeasureSettings
 from fulldepth.subject import Subject
 
 FEW_CLUSTERS = 8
@@ -74,7 +74,7 @@ def sampling(subject: Subject, settings: MeasureSettings, setup: Setup, table: p
     }
     of_tokens = f"of {setup.num_tokens:,} tokens"
     parts = []
-    if measured & {"lens_accuracy", "lens_loss", "saturation", "effective_depth"} and sizes["lens_positions"] < targets:
+    if measured & {*PLAIN_LENS, *LINEAR_LENS} and sizes["lens_positions"] < targets:
         parts.append(f"the lens reads {sizes['lens_positions']:,} of {targets:,} positions")
     if "renyi_entropy" in measured and sizes["entropy_sequences"] < setup.num_sequences:
         parts.append(f"the entropies {sizes['entropy_sequences']} of {setup.num_sequences:,} sequences")

@@ -26,11 +26,11 @@ from fulldepth.measurement.lens_reader import LensReader
 from fulldepth.measurement.plan import MeasurePlan
 from fulldepth.measurement.weights import feed_projections
 from fulldepth.metrics import Detections, LinearMaps, Observation, SpectralNorm
-from fulldepth.settings.measure import LINEAR_LENS, MeasureSettings
+from fulldepth.settings.measure import LINEAR_LENS, PLAIN_LENS, MeasureSettings
 from fulldepth.subject import Subject
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}
-LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth", *LINEAR_LENS}
+LENS = {*PLAIN_LENS, *LINEAR_LENS}
 """Measures that share a computation, whose time is reported under one name."""
 
 

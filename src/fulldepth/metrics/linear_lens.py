@@ -257,8 +257,8 @@ class MapSums(Accumulator):
 class LinearLensMean(LensMean):
     """Mean of one statistic of the linear lens, and its gain over the plain lens at the same positions.
 
-    `gain` of a layer is positive where the linear lens is better, and 0 at the last layer. `gain_of_early_layers` is its
-    mean over layers 1 to L // 2. Both have a paired standard error.
+    `gain` of a layer is positive where the linear lens is better, and 0 at the last layer. `gain_of_early_layers` is
+    its mean over layers 1 to L // 2. Both have a paired standard error.
     """
 
     needs = frozenset({"targets", "fitted_maps"})

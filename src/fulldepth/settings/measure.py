@@ -14,6 +14,8 @@ TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos", "patches"
 
 SAMPLES = ("lens_tokens", "entropy_sequences", "reservoir_tokens")
 """Settings that limit a sample; None = no limit."""
+PLAIN_LENS = ("lens_accuracy", "lens_loss", "saturation", "effective_depth")
+"""Measures of the last layer's classifier on the states as they are."""
 LINEAR_LENS = ("linear_lens_accuracy", "linear_lens_loss")
 """Measures of the linear lens, which needs text to be fitted on."""
 FITTING = ("fit", "fit_sequences")
