@@ -176,7 +176,7 @@ def test_a_rotated_stream_is_known_to_the_linear_lens_and_not_to_the_plain_one(t
     assert (plain[3:-1] > plain[-1] + 1).all()
     finding = results.headline["linear_lens_gain"]
     assert finding["value"] > 2 * finding["standard_error"]
-    assert finding["sentence"].startswith("Early layers (layers 1 to 4) know")
+    assert finding["sentence"].startswith("Early layers (1 to 4) know")
 
 
 def test_fits_on_documents_that_are_not_read_whatever_their_order(trained, tokenizer, pages, fitted, tmp_path):
@@ -261,12 +261,19 @@ def test_rows_of_pairs_are_fitted_on_other_rows(trained, pages, fitted):
     assert len(set(fitted[0][0])) == entry["data"]["sequences"]
 
 
-def test_decoder_of_an_encoder_decoder(checkpoint, pages):
-    rows = [{"prompt": text[:60], "response": text[60:140]} for text in pages]
-    results = measure(checkpoint("t5"), rows, measures=PLAIN + LINEAR, max_sequences=8, lens_tokens=None)
+def test_decoder_of_an_encoder_decoder(tokenizer, pages):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    config = tf.T5Config(**sizes, pad_token_id=0, eos_token_id=0, decoder_start_token_id=0)
+    rows = [{"input": text[:60], "target": text[60:140]} for text in pages]
+    results = measure(
+        tf.T5ForConditionalGeneration(config).eval(), rows, tokenizer=tokenizer, measures=["cka", *PLAIN, *LINEAR],
+        max_sequences=8, lens_tokens=None,
+    )  # fmt: skip
     table = results.table[results.table.measure.isin(LINEAR)]
     assert set(table.site.str.partition(":")[0]) == {"decoder"}
     assert table.value.notna().all()
+    assert results.meta["linear_lens"]["positions"] >= 20 * WIDTH
 
 
 def test_bfloat16(trained, pages):

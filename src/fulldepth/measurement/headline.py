@@ -122,7 +122,7 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
 
 def _linear_gain(gain: float, error: float, last: int) -> Finding:
     """Finding on the accuracy of the linear lens in layers 1 to `last`, less that of the plain lens."""
-    layers = f"layers 1 to {last}" if last > 1 else "layer 1"
+    layers = f"1 to {last}" if last > 1 else "1"
     amount = f"{100 * gain:.1f} ± {100 * error:.2g} %" if math.isfinite(error) else f"{100 * gain:.1f} %"
     if not measurable(gain, error)[0]:
         sentence = f"No measurable difference between linear and plain lens in early layers ({layers}): {amount}."
