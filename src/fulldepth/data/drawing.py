@@ -36,7 +36,7 @@ class Window(NamedTuple):
     """Index of the document, or of the first of several short ones."""
     block: int
     """Number of the block of at least `BLOCK` tokens in its document."""
-    others: tuple[int, ...] = ()
+    following: tuple[int, ...] = ()
     """Indices of the further documents that the window has tokens of."""
 
 
@@ -50,7 +50,7 @@ class DrawnWindows(NamedTuple):
     @property
     def documents(self) -> set[int]:
         """Indices of all documents that a window has tokens of."""
-        return {document for window in self.windows for document in (window.document, *window.others)}
+        return {document for window in self.windows for document in (window.document, *window.following)}
 
 
 Tokenise = Callable[[str, bool, bool], Sequence[int]]

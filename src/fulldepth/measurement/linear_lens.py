@@ -30,8 +30,6 @@ ENOUGH = 5
 HELD_OUT = 5
 """One in so many documents chooses the ridge."""
 OTHER_TEXT = f"Name other text to fit on, such as --fit {CORPUS}."
-MEMORY_SHARE = 2
-"""The sums of products take at most one part in so many of the free memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class LinearLens:
 
     @property
     def sentence(self) -> str:
-        """What the maps rest on."""
+        """A sentence on what the maps rest on."""
         entry = self.sequences.describe()
         unit = self.sequences.unit
         return (
@@ -191,7 +189,7 @@ def fit_linear_lens(
             f"{enough(sequences, positions, width)}"
         )
     held_out = choosing(sequences, settings.seed)
-    together = layers_at_once(layers, width, subject.model.dtype, device, watcher)
+    together = layers_at_once(layers, width, subject.model.dtype, device, process, watcher)
     groups = [range(layers)[start : start + together] for start in range(0, layers, together)]
     share = sequences.groups(settings.batch_size)[process.rank :: process.world]
     watcher.begin("Fitting the linear lens, sequences", len(groups) * sum(map(len, share)))
@@ -206,25 +204,30 @@ def fit_linear_lens(
             )
         parts.append(sums.compute().to(torch.promote_types(subject.model.dtype, torch.float32)))
     choosers = [example for example, held in zip(sequences.examples, held_out, strict=True) if held]
-    chosen = {
+    counts = {
         "clusters": len({example.document for example in choosers}),
         "positions": sum(example.predicted for example in choosers),
     }
-    linear_lens = LinearLens(LinearMaps.joined(parts), sequences, positions, chosen, width)
+    linear_lens = LinearLens(LinearMaps.joined(parts), sequences, positions, counts, width)
     watcher.say(linear_lens.sentence)
     return linear_lens
 
 
-def layers_at_once(layers: int, width: int, dtype: torch.dtype, device: torch.device, watcher: Watcher) -> int:
-    """Number of layers whose sums are held at a time.
+def layers_at_once(
+    layers: int, width: int, dtype: torch.dtype, device: torch.device, process: Processes, watcher: Watcher
+) -> int:
+    """Number of layers whose sums are held at a time, the same in every process.
+
+    Solving, and merging the sums of several processes, takes memory as well: a process plans with one more copy of the
+    sums than there are processes.
 
     Raises:
         FulldepthError: if the maps of all layers and the sums of one exceed the free memory.
     """
-    free = available_memory(device)
+    free = min(process.gather(available_memory(device)))
     of_layer = MapSums.bytes_of_layer(width)
     of_maps = layers * width * width * torch.promote_types(dtype, torch.float32).itemsize
-    together = min(layers, (free - of_maps) // (MEMORY_SHARE * of_layer))
+    together = min(layers, (free - of_maps) // ((process.world + 1) * of_layer))
     needed, maps, left = (f"{size / (1 << 20):,.1f} MiB" for size in (layers * of_layer, of_maps, free))
     if together < 1:
         raise refusal(
@@ -232,8 +235,8 @@ def layers_at_once(layers: int, width: int, dtype: torch.dtype, device: torch.de
             f"least twice; free: {left}. Use a device with more memory."
         )
     passes = math.ceil(layers / together)
-    in_groups = f" {together} layers at a time, in {passes} passes over the text." if passes > 1 else ""
-    watcher.say(f"Memory of the linear lens: sums of products {needed}, maps {maps}.{in_groups}")
+    in_groups = f" {counted(together, 'layer')} at a time, in {passes} passes over the text." if passes > 1 else ""
+    watcher.say(f"Memory of the linear lens: sums of products {needed}, maps {maps}, free {left}.{in_groups}")
     return together
 
 

@@ -154,8 +154,8 @@ class LinearMaps:
 
     def to(self, dtype: torch.dtype) -> LinearMaps:
         """The maps in another precision."""
-        kept = (self.strengths, self.ridges, self.unexplained)
-        return LinearMaps(self.weights.to(dtype), self.offsets.to(dtype), *kept)
+        numbers = (self.strengths, self.ridges, self.unexplained)
+        return LinearMaps(self.weights.to(dtype), self.offsets.to(dtype), *numbers)
 
     @classmethod
     def joined(cls, parts: Sequence[LinearMaps]) -> LinearMaps:
@@ -208,13 +208,13 @@ class MapSums(Accumulator):
             held_out: `[N]` bool, True for positions of documents that choose the ridge.
         """
         for part in range(PARTS):
-            chosen = held_out == bool(part)
-            y = last[chosen].to(self.sums)
+            in_part = held_out == bool(part)  # [N]
+            y = last[in_part].to(self.sums)  # [n, D]
             self.counts[part] += len(y)
             self.sums[part, -1] += y.sum(0)
             self.squares[part] += y.square().sum()
             for layer, state in enumerate(states):
-                x = state[chosen].to(self.sums)  # [n, D]
+                x = state[in_part].to(self.sums)  # [n, D]
                 self.sums[part, layer] += x.sum(0)
                 self.products[part, layer].addmm_(x.T, x)
                 self.cross[part, layer].addmm_(x.T, y)
@@ -244,8 +244,8 @@ class MapSums(Accumulator):
         for layer in range(self.products.shape[1]):
             first, held_out = self.moments(layer)
             strength, left = choose_strength(first, held_out)
-            both = Moments(*(one + other for one, other in zip(first, held_out, strict=True)))
-            weight, offset, ridge = linear_map(both, strength)
+            total = Moments(*(sums[0] + sums[1] for sums in zip(first, held_out, strict=True)))
+            weight, offset, ridge = linear_map(total, strength)
             weights.append(weight)
             offsets.append(offset)
             strengths.append(strength)
@@ -282,7 +282,9 @@ class LinearLensMean(LensMean):
         return gain, gain[:, 1 : self.setup.num_layers // 2 + 1].mean(1)
 
     def compute(self) -> dict[str, Tensor]:
-        """As for `Means`, with the gain of layers 0..L, `[L+1]`, and over early layers, each with its error."""
+        """`mean`, `standard_error`, `count` and `gain` of layers 0..L, `[L+1]`, the gain over early layers, and errors of
+        the gains.
+        """
         gain, early = self.gains()
         count = self.counts.sum()
         return super().compute() | {
