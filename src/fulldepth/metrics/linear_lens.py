@@ -282,8 +282,8 @@ class LinearLensMean(LensMean):
         return gain, gain[:, 1 : self.setup.num_layers // 2 + 1].mean(1)
 
     def compute(self) -> dict[str, Tensor]:
-        """`mean`, `standard_error`, `count` and `gain` of layers 0..L, `[L+1]`, the gain over early layers, and errors of
-        the gains.
+        """`mean`, `standard_error`, `count` and `gain` of layers 0..L, `[L+1]`, the gain over early layers, and the
+        errors of gains.
         """
         gain, early = self.gains()
         count = self.counts.sum()
