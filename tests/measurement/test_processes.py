@@ -120,3 +120,15 @@ def test_effects_of_removed_parts(two_processes, trained, sentences, tmp_path):
         effect_positions=2,
     )
     assert {"q90_future", "max_all", "loss_added"} <= set(one.table.statistic)
+
+
+def test_maps_of_the_linear_lens_are_fitted_by_both(two_processes, trained, documents_file, tmp_path):
+    """The second process has no batch of the text to fit on in the last round."""
+    one, two, _ = compare(
+        two_processes, trained, documents_file, tmp_path, batch_size=4, sequence_length=48, dtype="float64",
+        measures="lens_loss,linear_lens_accuracy,linear_lens_loss", fit="corpus:builtin", fit_sequences=9,
+    )  # fmt: skip
+    stated, both = (results.meta["linear_lens"] for results in (one, two))
+    for name in ("ridge", "unexplained"):
+        assert both.pop(name) == pytest.approx(stated.pop(name), rel=1e-9)
+    assert both == stated

@@ -87,7 +87,8 @@ class World:
                 sequence=chosen,
                 labels=self.labels[chosen],
                 words=F.pad(self.words[chosen], pad, value=-1),
-                readout=lambda chosen=chosen: self.readout(chosen),
+                readout=lambda chosen=chosen: self.readout(chosen, self.logits),
+                linear_readout=lambda chosen=chosen: self.readout(chosen, self.linear_logits),
                 coefficients=coefficients,
             )
 
@@ -99,10 +100,15 @@ class World:
         batch[~self.mask[chosen]] = garbage
         return F.pad(batch, (0, 0, 0, 0, *pad), value=garbage)
 
-    def readout(self, chosen):
+    @property
+    def linear_logits(self):
+        """[L+1, N, T, V] of the mapped states, the last layer's as they are."""
+        return (self.logits + self.logits[-1:]) / 2
+
+    def readout(self, chosen, logits):
         targets = self.targets[chosen]
         where = targets != -100
-        logits, targets = self.logits[:, chosen][:, where], targets[where]
+        logits, targets = logits[:, chosen][:, where], targets[where]
         top = logits.argmax(-1)
         loss = logits.logsumexp(-1) - logits.gather(-1, targets.expand(top.shape)[..., None])[..., 0]
         return Readout(agrees=top == top[-1], correct=top == targets, loss=loss, row=where.nonzero()[:, 0])

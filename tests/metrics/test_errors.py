@@ -141,7 +141,15 @@ def test_every_error_of_a_table_is_that_of_its_influences(invented):
                 of = of.replace("standard_error", "value" if name == "jump_rate" else "mean")
                 assert value == pytest.approx(float(error_of(influences[*place, of])), rel=1e-9, abs=1e-15)
                 stated.add(name)
-    assert stated >= {"displacement", "jump_rate", "coherence", "lens_accuracy", "lens_loss", "renyi_entropy"}
+    assert stated >= {
+        "displacement",
+        "jump_rate",
+        "coherence",
+        "lens_accuracy",
+        "lens_loss",
+        "linear_lens_loss",
+        "renyi_entropy",
+    }
 
 
 @pytest.mark.parametrize(("shared", "most"), [(1.0, 1.1), (0.1, 1.2), (0.0, 1.7)])

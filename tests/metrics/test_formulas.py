@@ -162,6 +162,24 @@ def of_logits(value):
     return rows
 
 
+def of_both_lenses(value, sign):
+    """Means of the linear lens, and what it gains: at each layer, and over the first half of them."""
+
+    def rows(world):
+        targets = world.targets.numpy()
+        count = int((targets != -100).sum())
+        linear, plain = (
+            [value(logits, targets) for logits in both.double().numpy()] for both in (world.linear_logits, world.logits)
+        )
+        gains = [sign * (ours - theirs) for ours, theirs in zip(linear, plain, strict=True)]
+        for layer in range(world.layers + 1):
+            yield ("residual", layer, None, "mean"), (linear[layer], count)
+            yield ("residual", layer, None, "gain"), (gains[layer], count)
+        yield ("residual", None, None, "gain_of_early_layers"), (np.mean(gains[1 : world.layers // 2 + 1]), count)
+
+    return rows
+
+
 def rows_of_saturation(world):
     top = world.logits[1:, world.targets != -100].argmax(-1)  # the embeddings are no layer
     layers = np.array([settles(column) for column in top.T.tolist()])
@@ -232,6 +250,8 @@ ROWS = {
     "jump_rate": rows_of_jumps,
     "lens_accuracy": of_logits(accuracy),
     "lens_loss": of_logits(loss),
+    "linear_lens_accuracy": of_both_lenses(accuracy, 1),
+    "linear_lens_loss": of_both_lenses(loss, -1),
     "saturation": rows_of_saturation,
     "effective_depth": rows_of_depth,
     "mmd": rows_of_mmd,

@@ -112,6 +112,12 @@ def lens_rows(layers, quality, classes=False):
             lens("lens_loss", layer, 0.05, "standard_error", unit="nats"),
             lens("lens_loss", layer, 9.2 - (9.2 - 6 * (1 - final)) * grown, unit="nats"),
         ]
+        if not classes:
+            known = 0.3 + 0.7 * grown
+            rows += [
+                lens("linear_lens_accuracy", layer, final * known),
+                lens("linear_lens_loss", layer, 9.2 - (9.2 - 6 * (1 - final)) * known, unit="nats"),
+            ]
     shares = np.array([math.exp(-(((layer - 0.75 * layers) / (0.2 * layers)) ** 2)) for layer in range(1, layers + 1)])
     shares /= shares.sum()
     for layer, (share, so_far) in enumerate(zip(shares, shares.cumsum(), strict=True), start=1):

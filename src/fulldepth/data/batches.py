@@ -187,6 +187,8 @@ class Sequences:
     """Reason why no standard error can be stated for these data; None if it can."""
     documents: int | None = None
     """Number of files, novels or rows that the sequences come from; None = one for each cluster."""
+    contents: frozenset[int] = field(default=frozenset(), repr=False)
+    """`DataRecord.content` of every document or row with tokens in a sequence; empty = not known."""
 
     def __len__(self) -> int:
         return len(self.examples)

@@ -41,6 +41,8 @@ class Window(NamedTuple):
     """Index of the document, or of the first of several short ones."""
     block: int
     """Number of the block of at least `BLOCK` tokens in its document."""
+    following: tuple[int, ...] = ()
+    """Indices of the further documents that the window has tokens of."""
 
 
 class DrawnWindows(NamedTuple):
@@ -49,6 +51,11 @@ class DrawnWindows(NamedTuple):
     windows: list[Window]
     left_over: int
     """Tokens at the ends of documents that fill no window; 0 where not all text is tokenised."""
+
+    @property
+    def documents(self) -> set[int]:
+        """Indices of all documents that a window has tokens of."""
+        return {document for window in self.windows for document in (window.document, *window.following)}
 
 
 Tokenise = Callable[[str, bool, bool], Sequence[int]]
@@ -197,7 +204,7 @@ def draw_windows(
             candidates.append(filled)
             names.append(identity(documents[filled.document][0], 0))
     if not candidates and short.ids:
-        return DrawnWindows([Window(short.ids, short.document, 0)], 0)
+        return DrawnWindows([Window(short.ids, short.documents[0], 0, tuple(short.documents[1:]))], 0)
     windows = [candidates[index] for index in sample(names, count, seed)]
     left_over += short.dropped + len(short.ids)
     windows.sort(key=lambda window_drawn: window_drawn.document)  # the order within documents is kept
@@ -213,16 +220,15 @@ class _Short:
     least: int
     ids: list[int] = field(default_factory=list)
     """Of the documents that do not fill a window yet."""
-    document: int = 0
-    """The first of them."""
+    documents: list[int] = field(default_factory=list)
+    """Indices of those documents."""
     dropped: int = 0
 
     def add(self, ids: list[int], document: int) -> Window | None:
         """The window that a further document fills, if it does."""
         if self.join is None:
             return Window(ids, document, 0) if len(ids) >= self.least else None
-        if not self.ids:
-            self.document = document
+        self.documents = [*self.documents, document] if self.ids else [document]
         self.ids = self.join(self.ids, ids) if self.ids else ids
         if len(self.ids) < self.window:
             return None
@@ -230,7 +236,7 @@ class _Short:
         rest = len(self.ids) - self.window
         self.ids = []
         self.dropped = self.dropped + rest
-        return Window(full, self.document, 0)
+        return Window(full, self.documents[0], 0, tuple(self.documents[1:]))
 
 
 def _cut(text: str, place: int) -> int:
@@ -280,9 +286,11 @@ def first_windows(
     del stream[tokens_needed:]
     full = len(stream) // window * window if len(stream) >= window else window
     for place in range(0, min(full, len(stream)), window):
-        document = max(0, int(np.searchsorted(starts, place, side="right")) - 1)  # that of the first token
+        document, last = (
+            max(0, int(np.searchsorted(starts, token, side="right")) - 1) for token in (place, place + window - 1)
+        )
         block = max(0, place - starts[document]) // BLOCK
-        windows.append(Window(stream[place : place + window], document, block))
+        windows.append(Window(stream[place : place + window], document, block, tuple(range(document + 1, last + 1))))
     return DrawnWindows(windows, max(0, len(stream) - full))
 
 

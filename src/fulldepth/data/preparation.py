@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -106,9 +106,19 @@ class Preparation:
         return kind == "text" and self.task in ("causal-lm", "masked-lm", "representation") and not self.one_per_row
 
 
-Encoded = tuple[list[Example], str, str | None, int | None]
-"""Examples, whose `document` is their cluster; what a cluster is; the reason if no standard error can be stated; and
-the number of documents, None if each cluster is one."""
+class Encoded(NamedTuple):
+    """Records as sequences."""
+
+    examples: list[Example]
+    """Their `document` is their cluster."""
+    unit: str
+    """What a cluster is."""
+    no_error: str | None = None
+    """The reason if no standard error can be stated."""
+    documents: int | None = None
+    """Number of documents; None if each cluster is one."""
+    read: Collection[int] | None = None
+    """Numbers of the records that have tokens in a sequence; None = all may have."""
 
 
 def prepare(source: Source, **options: Any) -> Sequences:
@@ -176,14 +186,15 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     chosen = replace(source, records=[replace(records[i], identity=names[i]) for i in filled])
     if is_chat:
         encode = _translation if task == SEQ2SEQ else _conversations
-        examples, unit, no_error, documents = encode(chosen.of(ConversationRecord), plan, warnings)
+        encoded = encode(chosen.of(ConversationRecord), plan, warnings)
     else:
         given = chosen.of(TextRecord)
         pairs = task == "representation" and any(record.second is not None for record in given)
         if plan.windowed(kind) and not pairs:
-            examples, unit, no_error, documents = _windows(given, plan, warnings)
+            encoded = _windows(given, plan, warnings)
         else:
-            examples, unit, no_error, documents = _one_by_one(source, given, plan, warnings)
+            encoded = _one_by_one(source, given, plan, warnings)
+    examples = encoded.examples
     if not examples:
         raise FulldepthError(" ".join([f"{source.name} gives no sequence with this tokenizer.", *warnings]))
     masks = task == "masked-lm" and tokenizer.mask_token_id is not None
@@ -225,9 +236,10 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         warnings=warnings,
         no_targets=NO_MASK if task == "masked-lm" and not masks else None,
         clusters=[example.document for example in examples],
-        unit=unit,
-        no_error=no_error,
-        documents=documents,
+        unit=encoded.unit,
+        no_error=encoded.no_error,
+        documents=encoded.documents,
+        contents=frozenset(chosen.records[i].content for i in encoded.read or range(len(chosen))),
     )
 
 
@@ -239,7 +251,9 @@ def _windows(given: Sequence[TextRecord], plan: Preparation, warnings: list[str]
     tokenizer = plan.tokenizer
     length = plan.longest if task == "representation" else plan.sequence_length
     check_positions(length, plan.max_positions)
-    documents = [(int(record.identity or 0), text) for record in given for text in record.texts]
+    texts = [(index, text) for index, record in enumerate(given) for text in record.texts]
+    owners = [index for index, _ in texts]
+    documents = [(int(given[index].identity or 0), text) for index, text in texts]
     frame = Frame.of(tokenizer, (text for _, text in documents))
     around = frame
     document = Frame()
@@ -265,7 +279,8 @@ def _windows(given: Sequence[TextRecord], plan: Preparation, warnings: list[str]
     clusters, unit, no_error = block_clusters(drawn.windows, names)
     windows = zip(drawn.windows, clusters, strict=True)
     examples = [_example(window.ids, task, typed, document=cluster) for window, cluster in windows]
-    return examples, unit, no_error, len({names[window.document] for window in drawn.windows})
+    number = len({names[window.document] for window in drawn.windows})
+    return Encoded(examples, unit, no_error, number, {owners[document] for document in drawn.documents})
 
 
 def _opening(frame: Frame, plan: Preparation, warnings: list[str]) -> tuple[int, ...]:
@@ -332,7 +347,7 @@ def _one_by_one(source: Source, given: Sequence[TextRecord], plan: Preparation, 
     elif cut:
         warnings.append(f"{len(cut)} {noun} longer than {longest_sequence} tokens and cut there.")
     unit = "document" if source.kind == "text" else "row"
-    return [example for example in examples if example is not None], unit, None, None
+    return Encoded([example for example in examples if example is not None], unit)
 
 
 def _conversations(given: Sequence[ConversationRecord], plan: Preparation, warnings: list[str]) -> Encoded:
@@ -355,7 +370,7 @@ def _conversations(given: Sequence[ConversationRecord], plan: Preparation, warni
         ),
     )
     warnings += found
-    return examples, "row", None, None
+    return Encoded(examples, "row")
 
 
 def _translation(given: Sequence[ConversationRecord], plan: Preparation, warnings: list[str]) -> Encoded:
@@ -382,7 +397,7 @@ def _translation(given: Sequence[ConversationRecord], plan: Preparation, warning
         examples.append(Example(shifted, target, int(record.identity or 0), encoder_ids=read))
     if cut:
         warnings.append(f"{cut} texts are longer than {length} tokens and cut there.")
-    return examples, "row", None, None
+    return Encoded(examples, "row")
 
 
 def input_texts(source: Source) -> Source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from PIL import ImageOps
 
 from fulldepth.core.targets import IGNORE
+from fulldepth.core.uncertainty import identity
 from fulldepth.data.coco import Objects
 from fulldepth.data.images import StoredImage
 
@@ -28,6 +30,11 @@ class DataRecord:
     """SHA-256 of its content without the label; empty before `number_labels`."""
 
     @property
+    @abstractmethod
+    def content(self) -> int:
+        """Identity of the text, or of the name or place of the image: equal for equal texts, whatever their label."""
+
+    @property
     def class_index(self) -> int:
         """Its label, -100 if unknown."""
         return IGNORE if self.label is None else self.label
@@ -40,6 +47,11 @@ class TextRecord(DataRecord):
     text: str
     second: str | None = None
     """The second text of a pair."""
+
+    @property
+    def content(self) -> int:
+        """Identity of the texts."""
+        return identity(self.text, self.second or "", "", "")
 
     @property
     def texts(self) -> list[str]:
@@ -64,6 +76,11 @@ class ConversationRecord(DataRecord):
     """The response, if it and the prompt are texts."""
 
     @property
+    def content(self) -> int:
+        """Identity of prompt and response, or of the messages."""
+        return identity("", "", self.prompt or "", self.response or "", *filter(None, [self.messages]))
+
+    @property
     def messages(self) -> str | None:
         """The conversation as JSON, if it is not a prompt and a response that are texts."""
         return None if self.prompt is not None else json.dumps(self.conversation, sort_keys=True, default=str)
@@ -83,6 +100,11 @@ class ImageRecord(DataRecord):
     caption: str | None = None
     objects: Objects | None = None
     """Classes and boxes of the objects in the image; None for data without boxes."""
+
+    @property
+    def content(self) -> int:
+        """Identity of the image's name, or of its place."""
+        return identity(self.image.name or self.where)
 
     def mirrored(self) -> ImageRecord:
         """The image and its boxes, with left and right exchanged."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fulldepth.core.errors import FulldepthError, one_line
@@ -46,6 +46,8 @@ class Source:
     """Name of each class index; empty if classes have no names."""
     warnings: tuple[str, ...] = ()
     """Sentences on what was read, and on entries that were skipped."""
+    origin: Any = field(default=None, repr=False, compare=False)
+    """The data that they were read from, as for `open_data`; None = made in another way."""
 
     @property
     def captioned(self) -> bool:
@@ -153,7 +155,7 @@ def open_source(
     if isinstance(row.get("objects"), Objects):
         columns = Columns("objects", "image", None, None)
     if limit is None:
-        return _source(opened, columns, opened.rows(_columns_to_read), sampled=False)
+        return replace(_source(opened, columns, opened.rows(_columns_to_read), sampled=False), origin=data)
     for windows in (window if columns.kind == "text" and columns.label is None else None, window):
         rows = opened.sampled(columns.names, limit, seed=seed, order=order, window=windows)
         source = _source(opened, columns, rows, sampled=True)
@@ -163,7 +165,7 @@ def open_source(
         # windows are drawn by the text of a document alone, so that stored results can be made again
         records = [replace(record, identity=identity(record.text)) for record in source.of(TextRecord)]
         source = replace(source, records=records)
-    return source
+    return replace(source, origin=data)
 
 
 def choose(identities: Sequence[int], limit: int, seed: int, order: Order) -> list[int]:
@@ -239,16 +241,7 @@ def identities(source: Source) -> list[int]:
 
 def contents(source: Source) -> list[int]:
     """Identity of each record's content, its unit of independence: as `identities`, but the same for equal texts."""
-    numbers = []
-    for record in source.records:
-        if isinstance(record, ImageRecord):
-            content = [record.image.name or record.where]
-        else:
-            content = [text or "" for text in _texts_of(record)]
-        if isinstance(record, ConversationRecord) and record.messages is not None:
-            content.append(record.messages)
-        numbers.append(identity(*content) if record.identity is None else record.identity)
-    return numbers
+    return [record.content if record.identity is None else record.identity for record in source.records]
 
 
 def _texts_of(record: DataRecord) -> tuple[str | None, str | None, str | None, str | None]:

@@ -15,7 +15,7 @@ from fulldepth.measurement.lens_reader import MOST_POSITIONS, PASSES, lens_limit
 from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.base import NO_FIRST
-from fulldepth.settings.measure import MeasureSettings
+from fulldepth.settings.measure import LINEAR_LENS, PLAIN_LENS, MeasureSettings
 from fulldepth.subject import Subject
 
 FEW_CLUSTERS = 8
@@ -93,7 +93,7 @@ def sampling(subject: Subject, settings: MeasureSettings, setup: Setup, table: p
     }
     of_tokens = f"of {setup.num_tokens:,} tokens"
     parts = []
-    if measured & {"lens_accuracy", "lens_loss", "saturation", "effective_depth"} and sizes["lens_positions"] < targets:
+    if measured & {*PLAIN_LENS, *LINEAR_LENS} and sizes["lens_positions"] < targets:
         by_cost = settings.lens_tokens == "auto" and sizes["lens_positions"] < MOST_POSITIONS
         why = f", because more would cost over {PASSES} forward passes (lens_tokens sets the number)" if by_cost else ""
         parts.append(f"the lens reads {sizes['lens_positions']:,} of {targets:,} positions{why}")

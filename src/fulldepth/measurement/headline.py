@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import pandas as pd
 
 from fulldepth.core.thresholds import COPY, NOISE
-from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, plural
+from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, measurable, plural
 from fulldepth.data.batches import Sequences
 from fulldepth.metrics.jump_rate import describe_jump, growth, size_of_jump
+from fulldepth.metrics.linear_lens import EARLY_GAIN, ERROR_OF
 from fulldepth.results import Finding
 
 ERROR = "standard_error"
@@ -96,6 +97,8 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
     enough = "Layer {} reaches 95 % of the last accuracy"
     findings["median_saturation"] = step("saturation", "median", settled)
     findings["effective_depth"] = step("effective_depth", "relative_eps=0.05", enough)
+    gain, error = (value("linear_lens_accuracy", prefix + EARLY_GAIN) for prefix in ("", ERROR_OF))
+    findings["linear_lens_gain"] = _linear_gain(gain, error, num_layers // 2)
 
     name = "average_precision"
     layers = range(1, num_layers + 1)
@@ -115,6 +118,22 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
         for name, finding in findings.items()
         if finding.value is not None and math.isfinite(finding.value)
     }
+
+
+def _linear_gain(gain: float, error: float, last: int) -> Finding:
+    """Finding on the accuracy of the linear lens in layers 1 to `last`, less that of the plain lens."""
+    layers = f"1 to {last}" if last > 1 else "1"
+    amount = f"{100 * gain:.1f} ± {100 * error:.2g} %" if math.isfinite(error) else f"{100 * gain:.1f} %"
+    if not measurable(gain, error)[0]:
+        sentence = f"No measurable difference between linear and plain lens in early layers ({layers}): {amount}."
+    elif gain > 0:
+        sentence = (
+            f"Early layers ({layers}) know {amount} of the tokens that the plain lens does not see: accuracy of the "
+            "linear lens minus that of the plain lens, mean over these layers."
+        )
+    else:
+        sentence = f"In early layers ({layers}) the linear lens is less accurate than the plain lens, by {amount}."
+    return Finding(gain, "1", sentence, error)
 
 
 def _jump(value: float, error: float, layer: int, is_last: bool) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from fulldepth.execution import TopTokens, read_layers, top_tokens
 from fulldepth.execution.flops import token_products, weight_products
 from fulldepth.execution.lens import PositionSample
 from fulldepth.hf import Classifier
-from fulldepth.metrics import Readout, saturation_layer
-from fulldepth.settings.measure import MeasureSettings
+from fulldepth.metrics import LinearMaps, Readout, saturation_layer
+from fulldepth.settings.measure import LINEAR_LENS, MeasureSettings
 from fulldepth.subject import Subject
 
 LONGEST = 40
@@ -57,10 +58,16 @@ class LensReader:
         subject: model and data.
         settings: sizes of the sample and the grid, seed.
         process: this process; the first one makes the lens grid.
+        maps: of the linear lens; None = it is not measured.
     """
 
-    def __init__(self, subject: Subject, settings: MeasureSettings, process: Processes) -> None:
+    def __init__(
+        self, subject: Subject, settings: MeasureSettings, process: Processes, maps: LinearMaps | None = None
+    ) -> None:
         self.subject = subject
+        self.maps = maps
+        self.grid_maps = maps if set(settings.measures or ()) <= set(LINEAR_LENS) else None
+        """Maps of the linear lens that the grid shows; None = it shows the plain lens."""
         self.top = settings.grid_top
         self.positions = settings.grid_positions
         self.sample = PositionSample(subject.sequences, lens_limit(subject, settings), settings.seed)
@@ -95,10 +102,26 @@ class LensReader:
         if self.samples and batch.token_ids is not None and batch.targets is not None:
             in_grid = mask & (mask.long().cumsum(1) <= self.positions)
             in_grid &= (torch.arange(len(in_grid), device=in_grid.device) < self.samples)[:, None]
-            top = top_tokens(classifier, states, in_grid, self.top)
+            if self.grid_maps is None:
+                top = top_tokens(classifier, states, in_grid, self.top)
+            else:
+                mapped = self.grid_maps(states[:, in_grid])  # [L+1, P, D]
+                top = top_tokens(
+                    classifier.shared(), mapped, torch.ones_like(mapped[0, :, 0], dtype=torch.bool), self.top
+                )
             self.grid = {"samples": list(self._entries(batch, batch.token_ids, batch.targets, in_grid, top))}
         self.samples = 0
         return read_layers(classifier, states, targets, mask, advance)
+
+    def read_linear(self, classifier: Classifier, batch: Batch, targets: Tensor, states: Tensor) -> Readout:
+        """The linear lens at the positions that `read` reads; arguments as for it. The last layer's head reads all."""
+        assert self.maps is not None, "the linear lens is fitted"
+        targets = self.sample.targets(targets, batch.sequence)
+        where = (targets != IGNORE).to(states.device)
+        mapped = self.maps(states[:, where])[:, None]  # [L+1, 1, M, D]
+        labels = targets[where.to(targets.device)][None]
+        readout = read_layers(classifier.shared(), mapped, labels, torch.ones_like(labels))
+        return replace(readout, row=where.nonzero()[:, 0])
 
     def _entries(self, batch: Batch, ids: Tensor, targets: Tensor, in_grid: Tensor, top: TopTokens) -> Any:
         """The shown positions `[B, T]` of each sequence, with their tokens by rank `[L+1, P, k]`, as plain data."""

@@ -25,12 +25,12 @@ from fulldepth.measurement import tokens
 from fulldepth.measurement.lens_reader import LensReader
 from fulldepth.measurement.plan import MeasurePlan
 from fulldepth.measurement.weights import feed_projections
-from fulldepth.metrics import Detections, Observation, SpectralNorm
-from fulldepth.settings.measure import MeasureSettings
+from fulldepth.metrics import Detections, LinearMaps, Observation, SpectralNorm
+from fulldepth.settings.measure import LINEAR_LENS, PLAIN_LENS, MeasureSettings
 from fulldepth.subject import Subject
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}
-LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
+LENS = {*PLAIN_LENS, *LINEAR_LENS}
 """Measures that share a computation, whose time is reported under one name."""
 
 
@@ -61,6 +61,7 @@ def run_pass(
     clock: Clock,
     *,
     reference: Verified | None = None,
+    maps: LinearMaps | None = None,
     watcher: Watcher,
 ) -> dict[str, Any] | None:
     """Run this process's share of the batches through the model and every accumulator.
@@ -72,6 +73,7 @@ def run_pass(
         process: this process.
         clock: adds the time of every part.
         reference: the second model of MMD.
+        maps: of the linear lens; None = it is not measured.
         watcher: receives progress, in layers of sequences, and after the first batch an estimate of the time until all
             is written.
 
@@ -86,7 +88,7 @@ def run_pass(
     sequences = sum(map(len, share))
     watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}, layers of sequences", layers * sequences)
     start = time.perf_counter()
-    reader = LensReader(subject, settings, process) if plan.measures.keys() & LENS else None
+    reader = LensReader(subject, settings, process, maps) if plan.measures.keys() & LENS else None
     sites = plan.sites | {"residual"}
     device = plan.setup.device
     with ExitStack() as stack:
@@ -195,7 +197,10 @@ def observe(
         observation.detections = Detections(logits, boxes, batch.objects)
     targets = batch.targets if classifier is not None and classifier.per_token else batch.labels
     if classifier is not None and targets is not None and read is not None and reader is not None:
-        observation.readout = partial(reader.read, classifier, batch, targets.to(device), mask, read, advance)
+        targets = targets.to(device)
+        observation.readout = partial(reader.read, classifier, batch, targets, mask, read, advance)
+        if reader.maps is not None:
+            observation.linear_readout = partial(reader.read_linear, classifier, batch, targets, read)
     return observation
 
 
@@ -218,6 +223,9 @@ def feed(plan: MeasurePlan, observation: Observation, clock: Clock) -> None:
     if names & LENS:
         with clock("lens (shared)"):
             _ = observation.lens
+    if names & {*LINEAR_LENS}:
+        with clock("linear lens (shared)"):
+            _ = observation.linear_lens
     for name, measure in plan.measures.items():
         if not {"weights", "interventions"} & measure.needs:
             with clock(name):

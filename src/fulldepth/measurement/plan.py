@@ -111,7 +111,7 @@ def make_plan(
     plan = MeasurePlan(setup, counting)
     reasons = missing(setup, subject, stream_scale is not None, shows_all)
     for name, measure in METRICS.items():
-        if measure.optional if names is None else name not in names:
+        if name not in names if names is not None else measure.optional:
             continue
         needs = sorted(measure.needs & reasons.keys())
         why = "; ".join(reasons[need] for need in needs)
@@ -182,6 +182,10 @@ def missing(setup: Setup, subject: Subject, has_reference: bool, shows_all: bool
             "the data hold no boxes of objects",
         ),
         "interventions": (bool(no_removal := _no_removal(subject)), no_removal),
+        "fitted_maps": (
+            subject.verified.classifier is not None and not subject.verified.classifier.per_token,
+            f"the linear lens reads models that predict tokens, and {kind} predicts one class",
+        ),
         "reference": (not has_reference, "no reference model was named (--reference MODEL)"),
     }
     return {name: reason for name, (lacks, reason) in checks.items() if lacks}

@@ -20,6 +20,7 @@ from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import check_outside
 from fulldepth.core.progress import Watcher
 from fulldepth.data import MASKED_SHARE, Sequences
+from fulldepth.data.corpus import CORPUS
 from fulldepth.execution import Verified
 from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.hf import find_checkpoints, known_stream_scale, packaged, task_of
@@ -28,6 +29,7 @@ from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, NO_TARGET, caveats, gaps, sampling, zero_weights
 from fulldepth.measurement.effects import EffectPass
 from fulldepth.measurement.headline import Clusters, headline
+from fulldepth.measurement.linear_lens import LinearLens, fit_linear_lens
 from fulldepth.measurement.passes import Clock, StepProgress, run_pass, weigh
 from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan
 from fulldepth.measurement.series import (
@@ -57,7 +59,7 @@ from fulldepth.results import (
     tabulate,
 )
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.settings.measure import LensSettings, MeasureSettings
+from fulldepth.settings.measure import FITTING, LINEAR_LENS, LensSettings, MeasureSettings
 from fulldepth.settings.train import settings_of_run
 from fulldepth.subject import Subject
 from fulldepth.subject.open import read_source
@@ -166,10 +168,14 @@ def lens(
     texts = [text] if isinstance(text, str) else list(text)
     if not texts:
         raise FulldepthError("The lens needs at least one text.")
-    loading = settings.model_dump(exclude={"top_k", "sequence_length"})
+    loading = settings.model_dump(exclude={"top_k", "sequence_length", "linear", *FITTING})
+    fitting: dict[str, Any] = {}
+    if settings.linear:
+        fitting = {"fit": settings.fit or CORPUS, "fit_sequences": settings.fit_sequences}
     measure_settings = MeasureSettings(
         **loading,
-        measures=OF_LENS,
+        **fitting,
+        measures=[*LINEAR_LENS] if settings.linear else OF_LENS,
         lens_tokens=None,
         one_per_row=True,
         order="first",
@@ -363,7 +369,7 @@ def measure_subject(
         counting,
         settings,
         stream_scale=scales,
-        shows_all=settings.measures == OF_LENS and settings.grid_samples >= len(subject.sequences),
+        shows_all=settings.measures in (OF_LENS, [*LINEAR_LENS]) and settings.grid_samples >= len(subject.sequences),
     )
     setup = plan.setup
     if extra is not None and (further := extra(subject, counting, setup)) is not None:
@@ -377,7 +383,12 @@ def measure_subject(
     if "layer_effect" in plan.measures:
         with clock("layer_effect"):
             EffectPass(subject, plan, settings, process, watcher).run()
-    grid = run_pass(subject, plan, settings, process, clock, reference=reference, watcher=watcher)
+    linear_lens = None
+    if not plan.measures.keys().isdisjoint(LINEAR_LENS):
+        with clock("linear lens (fit)"):
+            linear_lens = fit_linear_lens(subject, settings, process, watcher, setup.device)
+    maps = None if linear_lens is None else linear_lens.maps
+    grid = run_pass(subject, plan, settings, process, clock, reference=reference, maps=maps, watcher=watcher)
     watcher.begin("Computing statistics and their errors", sum(measure.steps for measure in plan.measures.values()))
     rows = []
     influences = []
@@ -405,7 +416,16 @@ def measure_subject(
     clock.seconds["total"] = time.perf_counter() - start
     return Results(
         table,
-        _document(subject, settings, plan, clock, table, grid, nearest_tokens(subject) if process.is_main else None),
+        _document(
+            subject,
+            settings,
+            plan,
+            clock,
+            table,
+            grid,
+            nearest_tokens(subject) if process.is_main else None,
+            linear_lens,
+        ),
         None if subject.sequences.no_error else gathered(influences, setup.groups),
     )
 
@@ -444,6 +464,7 @@ def _document(
     table: pd.DataFrame,
     grid: dict[str, Any] | None,
     routers: dict[str, Any] | None,
+    linear_lens: LinearLens | None,
 ) -> dict[str, Any]:
     """Content of `results.json`."""
     sequences = subject.sequences
@@ -483,10 +504,14 @@ def _document(
         "memory": {**plan.memory, "peak": run_peak(subject.device)},
         "sampling": sampling(subject, settings, setup, table),
         "left_out": plan.left_out,
-        "warnings": caveats(subject, counting, setup, table),
+        "warnings": [
+            *caveats(subject, counting, setup, table),
+            *(linear_lens.warnings if linear_lens is not None else ()),
+        ],
         "headline": headline(table, setup.num_layers, Clusters.of(sequences)),
         "lens_grid": grid,
         "router_tokens": routers,
         "word_maps": words.maps if isinstance(words := plan.measures.get("separability"), Separability) else None,
+        "linear_lens": None if linear_lens is None else linear_lens.document(),
     }
     return finite(document)

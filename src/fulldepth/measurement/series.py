@@ -70,8 +70,8 @@ def _files(folder: Path, pattern: str) -> Iterator[Path]:
 
 def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings: MeasureSettings) -> list[str]:
     """For each model, sha256 of everything that affects its results: models, data, settings, version."""
-    other_contents = [place and contents(place) for place in (settings.reference, settings.tokenizer)]
-    settings_read = settings.model_dump(exclude=SPEED_ONLY | {"reference", "tokenizer"})
+    other_contents = [place and contents(place) for place in (settings.reference, settings.tokenizer, settings.fit)]
+    settings_read = settings.model_dump(exclude=SPEED_ONLY | {"reference", "tokenizer", "fit"})
     shared = [__version__, data.name, data.hash, other_contents, settings_read]
     return [digest([*shared, model]) for model in models]
 

@@ -18,6 +18,7 @@ from fulldepth.metrics.lens import (
     effective_depth,
     saturation_layer,
 )
+from fulldepth.metrics.linear_lens import LinearLensAccuracy, LinearLensLoss, LinearMaps, MapSums, linear_map
 from fulldepth.metrics.mmd import Mmd, mmd
 from fulldepth.metrics.nc1 import Nc1, nc1
 from fulldepth.metrics.renyi_entropy import RenyiEntropy, renyi_entropy
@@ -44,6 +45,8 @@ MEASURES: tuple[type[Measure], ...] = (
     LensLoss,
     Saturation,
     EffectiveDepth,
+    LinearLensAccuracy,
+    LinearLensLoss,
     Nc1,
     RenyiEntropy,
     Separability,
@@ -73,6 +76,10 @@ __all__ = [
     "LayerEffect",
     "LensAccuracy",
     "LensLoss",
+    "LinearLensAccuracy",
+    "LinearLensLoss",
+    "LinearMaps",
+    "MapSums",
     "Measure",
     "Mmd",
     "Nc1",
@@ -99,6 +106,7 @@ __all__ = [
     "head_shares",
     "jump_rate",
     "linear_cka",
+    "linear_map",
     "mmd",
     "nc1",
     "norm_ratio",

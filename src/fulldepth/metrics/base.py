@@ -213,6 +213,8 @@ class Observation:
     """[B, T] int64: index into `Setup.words` of the word that ends at this position, -1 elsewhere."""
     readout: Callable[[], Readout] | None = None
     """Applies the head to every layer; called on first use of `lens`."""
+    linear_readout: Callable[[], Readout] | None = None
+    """Applies the head to the states of every layer after their fitted maps; called on first use of `linear_lens`."""
     coefficients: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
     """site -> layer -> mixing weights of the model: `routing` (see `retrieval_weight`)."""
 
@@ -225,6 +227,13 @@ class Observation:
         if self.readout is None:
             raise ValueError("this observation has no classifier head and targets; lens measures need both")
         return self.readout()
+
+    @cached_property
+    def linear_lens(self) -> Readout:
+        """The head applied to the mapped states of every layer, at the positions of `lens`, computed at most once."""
+        if self.linear_readout is None:
+            raise ValueError("this observation has no fitted maps; the linear lens needs them")
+        return self.linear_readout()
 
     def select(self, site: str, where: Tensor) -> Tensor:
         """[S, N, D] float32 features of `site` at the `N` positions where `where: [B, T]` holds."""
@@ -311,8 +320,8 @@ class Measure(Accumulator):
     """Activations that the measure reads."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Requirements, out of `targets, labels, words, equal_lengths, several_sequences, reference, weights, routing,
-    head_shares, boxes, objects, interventions`. Measures that need `weights` or `interventions` are not updated with
-    observations of forward passes."""
+    head_shares, boxes, objects, interventions, fitted_maps`. Measures that need `weights` or `interventions` are not
+    updated with observations of forward passes."""
     optional: ClassVar[bool] = False
     """True if the measure is computed only when it is named, because it takes forward passes of its own."""
     steps: ClassVar[int] = 1

@@ -98,13 +98,16 @@ class LensMean(Means):
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        lens = observation.lens
-        where = self.sums.device
+        self.counts += self.add_readout(self.sums, observation, observation.lens)
+
+    def add_readout(self, sums: Tensor, observation: Observation, lens: Readout) -> Tensor:
+        """Add the values of a batch's readout to `sums [G, L+1]`, and return their numbers by group, `[G, 1]`."""
+        where = sums.device
         values = self.reading(lens).to(where)  # [L+1, M]
         row = lens.row.to(where)  # [M]
         group = self.setup.group_of.to(where)[observation.sequence.to(where)[row]]
-        self.sums.index_add_(0, group, values.double().T)
-        self.counts += group.bincount(minlength=len(self.counts))[:, None]
+        sums.index_add_(0, group, values.double().T)
+        return group.bincount(minlength=len(sums))[:, None]
 
 
 class LensAccuracy(LensMean):

@@ -124,7 +124,7 @@ def paragraph(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     first = f"Displacement is clearly below {IDLE:g} ({degrees(IDLE):.0f} degrees) in {idle}."
     if not facts.errors:
         first = "Displacement has no standard error, so it is not concluded which layers do little."
-    findings = [_effect(facts), _last(facts), _late(facts), _early(facts)]
+    findings = [_effect(facts), _linear(meta), _last(facts), _late(facts), _early(facts)]
     return {"sentences": [first, *list(filter(None, findings))[:MOST]], "next": _next(meta, facts)}
 
 
@@ -229,6 +229,13 @@ def _early(facts: Facts) -> str:
     enough = measurable(above, [math.hypot(errors[layer], error) for layer in depths]) & (above > 0)
     depth = int(enough.argmax()) + 1 if enough.any() else facts.layers
     return f"Layer {depth} already has 95 % of the last layer’s accuracy." if depth <= EARLY * facts.layers else ""
+
+
+def _linear(meta: Mapping[str, Any]) -> str:
+    """The finding on what early layers know by a fixed map; empty if it was not measured, or is not measurable."""
+    finding = (meta.get("headline") or {}).get("linear_lens_gain") or {}
+    gain, error = (float(finding.get(name) or math.nan) for name in ("value", "standard_error"))
+    return short(finding.get("sentence") or "", 400) if gain > 0 and measurable(gain, error)[0] else ""
 
 
 def _predicts(facts: Facts, classes: int | None) -> bool:

@@ -413,6 +413,7 @@ class Document(Described):
     timings: TimingsEntry | None = None
     router_tokens: Routers | None = None
     word_maps: list[WordMap] | None = None
+    linear_lens: Object | None = None
     steps: list[StepEntry] | None = None
     models: list[ComparedEntry] | None = None
     next: NextEntry | None = None

@@ -111,7 +111,8 @@ class Settings(pydantic.BaseModel):
         absent = []
         present = []
         for other in entry.beside:
-            is_absent = values[other] is None or (values[other] is False and other not in cls.model_fields)
+            field = cls.model_fields.get(other)
+            is_absent = values[other] is None or (values[other] is False and (field is None or field.default is False))
             if is_absent:
                 absent.append(cls.option(other))
             else:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from fulldepth.core.errors import FulldepthError
+from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import LOADING, SPREADING, Count, Length, LoadingSettings, ReadingSettings
 
 TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos", "patches", "mean", "mean-patches"]
@@ -14,6 +15,12 @@ EffectPart = Literal["layer", "attention", "mlp"]
 
 SAMPLES = ("lens_tokens", "entropy_sequences", "reservoir_tokens")
 """Settings that limit a sample; None = no limit."""
+PLAIN_LENS = ("lens_accuracy", "lens_loss", "saturation", "effective_depth")
+"""Measures of the last layer's classifier on the states as they are."""
+LINEAR_LENS = ("linear_lens_accuracy", "linear_lens_loss")
+"""Measures of the linear lens, which needs text to be fitted on."""
+FITTING = ("fit", "fit_sequences")
+"""Settings that say what it is fitted on."""
 SPEED_ONLY = {"batch_size", "device", "device_map"}
 """Settings that do not affect the results."""
 
@@ -22,16 +29,16 @@ class MeasureSettings(ReadingSettings):
     """Everything that determines the results of a measurement; saved with them."""
 
     options: ClassVar = {
-        "What to measure": ("measures", "token_policy", "words", "reference"),
+        "What to measure": ("measures", "token_policy", "words", "reference", "fit"),
         "Data": ("max_sequences", "sequence_length", "batch_size", "score", "exact", "seed", "split", "skip_bad"),
         "Loading the model": SPREADING,
     }
 
     measures: Annotated[list[str], Field(min_length=1)] | None = None
     """Comma-separated names from displacement, jump_rate, coherence, cosine, cka, norm_ratio, lens_accuracy,
-    lens_loss, saturation, effective_depth, nc1, renyi_entropy, separability, spectral_norm, mmd, retrieval_weight,
-    expected_retrieval, average_precision, layer_effect; None = all that model and data allow but layer_effect, which
-    takes many forward passes."""
+    lens_loss, saturation, effective_depth, linear_lens_accuracy, linear_lens_loss, nc1, renyi_entropy, separability,
+    spectral_norm, mmd, retrieval_weight, expected_retrieval, average_precision, layer_effect; None = all that model
+    and data allow, without the linear lens and layer_effect, which take forward passes of their own."""
     batch_size: Count = 8
     """Sequences in one forward pass; does not affect results."""
     token_policy: TokenPolicy = "auto"
@@ -70,8 +77,23 @@ class MeasureSettings(ReadingSettings):
     """auto: spread a large model over devices, CPU and disk."""
     reference: str | None = None
     """Model that MMD compares with, layer by layer."""
+    fit: str | None = None
+    """Data that the linear lens is fitted on, the training part if they have one; None = documents of the measured data
+    that are not read."""
+    fit_sequences: Count | None = None
+    """Sequences that the linear lens is fitted on; None = so many that they hold 20 positions for each channel of the
+    model."""
     anatomy: dict[str, Any] | None = None
     """Names of the model's parts (fields of `fulldepth.hf.Family`), for a family neither listed nor detected."""
+
+    @model_validator(mode="after")
+    def _fits_the_linear_lens_only(self) -> MeasureSettings:
+        """Refuse data to fit on where the linear lens is not measured."""
+        given = [name for name in FITTING if getattr(self, name) is not None]
+        if given and not set(LINEAR_LENS) & set(self.measures or ()):
+            names = " or ".join(LINEAR_LENS)
+            raise FulldepthError(f"{self.option(given[0])} has no effect without {names} among --measures.")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -89,11 +111,20 @@ class LensSettings(LoadingSettings):
     """Settings of `fulldepth lens`."""
 
     options: ClassVar = {
-        "Lens": ("top_k", "sequence_length"),
+        "Lens": ("top_k", "sequence_length", "linear", "fit"),
         "Loading the model": LOADING,
     }
+    applies: ClassVar = (Applies(FITTING, {"linear": SET}),)
 
     top_k: int = Field(default=5, ge=1, le=100)
     """Most probable tokens of every layer and position."""
     sequence_length: Length | None = None
     """Tokens after which a text is cut; None = 256, or the model's positions if fewer."""
+    linear: bool = False
+    """Map the states of every layer to the last layer's first, by least squares: the linear lens, which does not
+    mistake a rotated state for ignorance."""
+    fit: str | None = None
+    """Data that the linear lens is fitted on, the training part if they have one; None = corpus:builtin."""
+    fit_sequences: Count | None = None
+    """Sequences that the linear lens is fitted on; None = so many that they hold 20 positions for each channel of the
+    model."""

@@ -40,7 +40,7 @@ def outcome(
     control = plan.control_loss
     noted = plan.document()
     depth = problem.scorer.costs.num_layers
-    chain = plan.losses or [None] * (count + 1)
+    chain: list[float | None] = [*plan.losses] or [None] * (count + 1)
     losses: list[tuple[int | None, float | None, int, str]] = [
         (None, chain[0], 0, "original"),
         *((min(pick).layer, chain[at], at, "skipped") for at, pick in enumerate(plan.picks, start=1)),

@@ -71,6 +71,8 @@ class Subject:
     """The prepared sequences, batched so that the model's results do not change; None if opened without data."""
     note: str | None = None
     """A sentence on how batching is restricted; None if it is not."""
+    origin: Any = None
+    """The data as the caller named them, from which more can be read; None = they were prepared by the caller."""
 
     @classmethod
     @contextmanager
@@ -228,6 +230,20 @@ class Subject:
             raise FulldepthError(f"{self.kind} has no head that could be applied to its layers.")
         return self.verified
 
+    def unread(self, source: Source) -> Source:
+        """The records of a source whose content is in none of the subject's own sequences; perhaps none."""
+        read = self.sequences.contents
+        return source.select(index for index, record in enumerate(source.records) if record.content not in read)
+
+    def further(self, source: Source, settings: ReadingSettings) -> Sequences:
+        """Sequences of other records for the same model, batched as the subject's own.
+
+        Raises:
+            FulldepthError: if they do not fit the model.
+        """
+        sequences = _sequences_for(self.checkpoint, self.anatomy, source, self.tokenizer, settings, ())
+        return replace(sequences, batching=self.sequences.batching)
+
     def _check_task(self) -> None:
         """Refuse a model whose task is not one of those that are needed."""
         model = self.model
@@ -256,6 +272,7 @@ class Subject:
         if isinstance(data, Sequences) or guess.family.modality != "text":
             self.tokenizer = None if isinstance(self.given_tokenizer, str | Path) else self.given_tokenizer
         if not isinstance(data, Sequences):
+            self.origin = data.origin if isinstance(data, Source) else data
             data = _sequences_for(self.checkpoint, guess, data, self.tokenizer, settings, words)
         if "targets" in self.needs and not data.num_targets:
             raise FulldepthError(
@@ -317,8 +334,13 @@ def chosen_tokenizer(settings: LoadingSettings, tokenizer: Any = None) -> Any:
     return settings.tokenizer if tokenizer is None else tokenizer
 
 
-def read_source(data: Any, settings: ReadingSettings) -> Source:
+def read_source(data: Any, settings: ReadingSettings, *, held_out: bool = True) -> Source:
     """The records that a sample of the settings' size needs.
+
+    Args:
+        data: as for `open_source`.
+        settings: how they are read.
+        held_out: as for `open_source`.
 
     Raises:
         FulldepthError: as `open_source`.
@@ -330,6 +352,7 @@ def read_source(data: Any, settings: ReadingSettings) -> Source:
         limit=settings.max_sequences,
         seed=settings.seed,
         order=settings.order,
+        held_out=held_out,
         window=None if settings.one_per_row else settings.sequence_length or DEFAULT_LENGTH,
     )
 
