@@ -8,7 +8,7 @@ import torch
 
 from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.execution import Verified
-from fulldepth.hf import available_memory
+from fulldepth.hf import Anatomy, available_memory
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import NO_TARGET
 from fulldepth.measurement.weights import projection_names, shares_of_heads
@@ -59,6 +59,7 @@ def make_setup(subject: Subject, counting: tokens.Counting, settings: MeasureSet
         width=verified.width,
         value_width=verified.value_width,
         chained=verified.chained,
+        parallel=anatomy.family.design == "parallel",
         routed_heads=verified.routed_heads,
         head_shares=shares_of_heads(anatomy),
         sequence_length=max(lengths),
@@ -120,6 +121,8 @@ def make_plan(
                 plan.left_out.append({"measure": f"{name} ({site})", "reason": reason})
             else:
                 plan.sites.add(site)
+    if "contribution" in plan.measures and verified.branches:
+        plan.sites |= _branch_sites(subject.anatomy)
     reads_predictions = any("targets" in measure.needs for measure in plan.measures.values())
     plan.sites.discard("reference")  # which comes from the other model
     if verified.chained or not verified.branches:
@@ -130,6 +133,13 @@ def make_plan(
             "Nothing is left to measure: " + "; ".join(f"{w['measure']}: {w['reason']}" for w in plan.left_out)
         )
     return plan
+
+
+def _branch_sites(anatomy: Anatomy) -> set[str]:
+    """Sites of the branches and of the streams that they are added to; empty if they follow from x, x' and y."""
+    if anatomy.family.design != "post" and not anatomy.has_streams:
+        return set()
+    return {"attention_branch", "mlp_branch", "mlp_input"} | ({"attention_carried"} if anatomy.has_streams else set())
 
 
 def missing(setup: Setup, subject: Subject, has_reference: bool, shows_all: bool) -> dict[str, str]:

@@ -6,6 +6,7 @@ from fulldepth.metrics.average_precision import AveragePrecision, average_precis
 from fulldepth.metrics.base import Detections, Influence, Measure, Observation, Readout, Row, Setup
 from fulldepth.metrics.cka import Cka, cka_matrix, linear_cka
 from fulldepth.metrics.coherence import Coherence, coherence
+from fulldepth.metrics.contribution import Contribution, contribution
 from fulldepth.metrics.cosine import Cosine, Cross, cosine_matrix, cross_similarity
 from fulldepth.metrics.displacement import Displacement, NormRatio, displacement, norm_ratio
 from fulldepth.metrics.jump_rate import JumpRate, jump_rate
@@ -39,6 +40,7 @@ MEASURES: tuple[type[Measure], ...] = (
     Cosine,
     Cka,
     NormRatio,
+    Contribution,
     LensAccuracy,
     LensLoss,
     Saturation,
@@ -60,6 +62,7 @@ __all__ = [
     "AveragePrecision",
     "Cka",
     "Coherence",
+    "Contribution",
     "Cosine",
     "Cross",
     "Detections",
@@ -87,6 +90,7 @@ __all__ = [
     "average_precision",
     "cka_matrix",
     "coherence",
+    "contribution",
     "cosine_matrix",
     "cross_similarity",
     "displacement",

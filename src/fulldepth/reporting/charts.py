@@ -79,6 +79,8 @@ class Line:
     """Statistic of the half lengths of error bars."""
     layers_back: int | None = None
     """For lines over steps: distance of the layer from the last one. None = rows without a layer."""
+    to_last: bool = False
+    """True for a measure of pairs of layers: the curve is that of each layer and layer L."""
     compared: bool = False
     """True if the line is compared between models and followed over training."""
 
@@ -185,7 +187,8 @@ class Figure:
         """The curve of a line in the rows of one model."""
         return curve_of(
             table, line.measure, statistic or line.statistic, line.site, by=self.over,
-            layer=None if line.layers_back is None else layers - line.layers_back, column=column or self.column,
+            layer=None if line.layers_back is None else layers - line.layers_back,
+            other=layers if line.to_last else None, column=column or self.column,
         )  # fmt: skip
 
     def expanded(self, table: pd.DataFrame) -> list[Line]:
@@ -330,6 +333,19 @@ def maps(record: Figure, source: PageSource) -> Figures:
         for name, cells_of_model in cells.items()
         if len(cells_of_model)
     }
+
+
+def shares(record: Figure, source: PageSource) -> Figures:
+    """Maps of the shares of tenths, from statistics `bin_0` to `bin_9` by layer: tenths from the bottom up."""
+    names = [f"{tenth / 10:g} to {(tenth + 1) / 10:g}" for tenth in range(10)]
+    drawings = []
+    for reading in record.maps:
+        rows = select(source.table, reading.measure, site=reading.site)
+        rows = rows[rows["statistic"].str.fullmatch(rf"{reading.statistic}\d")].dropna(subset=["layer"])
+        cells = grid(rows, rows["statistic"].str.removeprefix(reading.statistic), rows["layer"])
+        drawn = _heat(record, reading, cells, names, variant=reading.variant) if len(cells) == len(names) else None
+        drawings.append((reading.site or "", drawn))
+    return readings(drawings)
 
 
 def _cells(record: Figure, reading: Reading, table: pd.DataFrame) -> tuple[pd.DataFrame, list[str] | None]:
