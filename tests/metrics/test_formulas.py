@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.testing import assert_allclose
+from sklearn.metrics import f1_score
 
 from fulldepth import metrics
 from fulldepth.metrics import METRICS, RenyiEntropy
@@ -181,6 +182,14 @@ def of_logits(value):
     return rows
 
 
+def rows_of_f1(world):
+    known = world.targets != -100
+    targets = world.targets[known].numpy()
+    for layer, logits in enumerate(world.logits[:, known]):
+        value = f1_score(targets, logits.argmax(-1).numpy(), average="macro")
+        yield ("residual", layer, None, "macro"), (value, len(targets))
+
+
 def rows_of_saturation(world):
     top = world.logits[1:, world.targets != -100].argmax(-1)  # the embeddings are no layer
     layers = np.array([settles(column) for column in top.T.tolist()])
@@ -251,6 +260,7 @@ ROWS = {
     "jump_rate": rows_of_jumps,
     "lens_accuracy": of_logits(accuracy),
     "lens_loss": of_logits(loss),
+    "lens_f1": rows_of_f1,
     "saturation": rows_of_saturation,
     "effective_depth": rows_of_depth,
     "mmd": rows_of_mmd,

@@ -109,6 +109,7 @@ def lens_rows(layers, quality, classes=False):
         rows += [
             lens("lens_accuracy", layer, final * grown),
             lens("lens_accuracy", layer, 0.005, "standard_error"),
+            *([lens("lens_f1", layer, 0.9 * final * grown, "macro")] if classes else []),
             lens("lens_loss", layer, 0.05, "standard_error", unit="nats"),
             lens("lens_loss", layer, 9.2 - (9.2 - 6 * (1 - final)) * grown, unit="nats"),
         ]

@@ -30,7 +30,7 @@ from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subject import Subject
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}
-LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
+LENS = {"lens_accuracy", "lens_loss", "lens_f1", "saturation", "effective_depth"}
 """Measures that share a computation, whose time is reported under one name."""
 
 

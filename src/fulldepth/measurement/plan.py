@@ -16,7 +16,7 @@ from fulldepth.metrics import METRICS, Measure, Setup
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subject import Subject
 
-UNUSUAL = {"routing", "boxes"}
+UNUSUAL = {"routing", "boxes", "classes"}
 """Features of some models; for other models, measures of these features are left out silently."""
 
 
@@ -59,6 +59,7 @@ def make_setup(subject: Subject, counting: tokens.Counting, settings: MeasureSet
         width=verified.width,
         value_width=verified.value_width,
         chained=verified.chained,
+        num_classes=_num_classes(subject),
         parallel=anatomy.family.design == "parallel",
         routed_heads=verified.routed_heads,
         head_shares=shares_of_heads(anatomy),
@@ -135,6 +136,14 @@ def make_plan(
     return plan
 
 
+def _num_classes(subject: Subject) -> int:
+    """Number of classes of a head that predicts one class of a sequence, or of the data if it is larger; else 0."""
+    classifier = subject.verified.classifier
+    if classifier is None or classifier.per_token or not subject.anatomy.task.endswith("-classification"):
+        return 0
+    return max(getattr(subject.model.config, "num_labels", 0), subject.sequences.num_classes or 0)
+
+
 def _branch_sites(anatomy: Anatomy) -> set[str]:
     """Sites of the branches and of the streams that they are added to; empty if they follow from x, x' and y."""
     if anatomy.family.design != "post" and not anatomy.has_streams:
@@ -156,6 +165,7 @@ def missing(setup: Setup, subject: Subject, has_reference: bool, shows_all: bool
             "the output projections of its attention cannot be read",
         ),
         "labels": ((sequences.num_classes or 0) < 2, "the data have no labels of two or more classes"),
+        "classes": (not setup.num_classes, f"{kind} does not predict one class of a sequence"),
         "words": (
             not setup.words or sequences.kind in ("images", "objects"),
             "images have no words" if setup.words else "no words were named (--words is,are,was,were)",

@@ -13,9 +13,11 @@ from fulldepth.metrics.jump_rate import JumpRate, jump_rate
 from fulldepth.metrics.lens import (
     EffectiveDepth,
     LensAccuracy,
+    LensF1,
     LensLoss,
     Saturation,
     effective_depth,
+    macro_f1,
     saturation_layer,
 )
 from fulldepth.metrics.mmd import Mmd, mmd
@@ -43,6 +45,7 @@ MEASURES: tuple[type[Measure], ...] = (
     Contribution,
     LensAccuracy,
     LensLoss,
+    LensF1,
     Saturation,
     EffectiveDepth,
     Nc1,
@@ -72,6 +75,7 @@ __all__ = [
     "Influence",
     "JumpRate",
     "LensAccuracy",
+    "LensF1",
     "LensLoss",
     "Measure",
     "Mmd",
@@ -99,6 +103,7 @@ __all__ = [
     "head_shares",
     "jump_rate",
     "linear_cka",
+    "macro_f1",
     "mmd",
     "nc1",
     "norm_ratio",

@@ -112,6 +112,8 @@ class Setup:
     """Channels of the value states (number of key/value heads times head size); 0 without value states."""
     chained: bool = True
     """True if every layer's input is exactly the previous layer's output (False for a tree of residual paths)."""
+    num_classes: int = 0
+    """K: classes of the head or of the data, whichever are more; 0 unless the head predicts one class a sequence."""
     parallel: bool = False
     """True if attention and MLP both read the layer's input and add to it."""
     routed_heads: int = 0
@@ -180,6 +182,10 @@ class Readout:
     """[L+1, M] float: cross-entropy in nats."""
     row: Tensor
     """[M] int64: row in the batch of each position's sequence."""
+    predicted: Tensor | None = None
+    """[L+1, M] int64: the layer's top prediction; None for heads that predict tokens."""
+    target: Tensor | None = None
+    """[M] int64: the classes that are predicted; None for heads that predict tokens."""
 
 
 @dataclass(frozen=True)
@@ -313,8 +319,8 @@ class Measure(Accumulator):
     sites: ClassVar[tuple[str, ...]] = ("residual",)
     """Activations that the measure reads."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Requirements, out of `targets, labels, words, equal_lengths, several_sequences, reference, weights, routing,
-    head_shares, boxes, objects`."""
+    """Requirements, out of `targets, labels, classes, words, equal_lengths, several_sequences, reference, weights,
+    routing, head_shares, boxes, objects`."""
     steps: ClassVar[int] = 1
     """Number of parts of `rows`, for progress; a measure with several calls `advance`."""
 

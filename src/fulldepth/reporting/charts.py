@@ -195,6 +195,10 @@ class Figure:
         """The lines of this figure, with patterns replaced by what the table has."""
         return [concrete for line in self.lines for concrete in line.expanded(table)]
 
+    def compared(self, table: pd.DataFrame) -> list[Line]:
+        """The compared lines whose measure the table has."""
+        return [line for line in self.expanded(table) if line.compared and (table["measure"] == line.measure).any()]
+
     def finished(self, drawn: Mapping[str, go.Figure]) -> Figures:
         """Name -> figure, with the record's title and reading where the drawing has none."""
         for figure in drawn.values():
@@ -220,12 +224,12 @@ def readings(drawings: Iterable[tuple[str, go.Figure | None]]) -> Figures:
 
 def lines(record: Figure, source: PageSource) -> Figures:
     """The lines of one model, or the compared ones of several."""
-    every = record.expanded(source.table)
     if "model" not in source.table.columns:
+        every = record.expanded(source.table)
         variants = list(dict.fromkeys(line.variant for line in every))
         groups = [[line for line in every if line.variant == variant] for variant in variants]
         return readings((group[0].key or group[0].variant, alone(record, source, group)) for group in groups)
-    every = [line for line in every if line.compared]
+    every = record.compared(source.table)
     return readings((line.key, overlay(record, line, source, len(every) > 1)) for line in every)
 
 
@@ -367,7 +371,7 @@ def _heat(record: Figure, reading: Reading, cells: pd.DataFrame, names: list[str
 
 def followed(record: Figure, source: PageSource) -> Figures:
     """One figure for each compared line: its value over training steps, with a curve for every layer."""
-    every = [line for line in record.expanded(source.table) if line.compared]
+    every = record.compared(source.table)
     steps = list(source.steps)
     layers = source.layers
     keyed_figures = []

@@ -28,8 +28,8 @@ class MeasureSettings(ReadingSettings):
 
     measures: Annotated[list[str], Field(min_length=1)] | None = None
     """Comma-separated names from displacement, jump_rate, coherence, cosine, cka, norm_ratio, contribution,
-    lens_accuracy, lens_loss, saturation, effective_depth, nc1, renyi_entropy, separability, spectral_norm, mmd,
-    retrieval_weight, expected_retrieval, average_precision; None = all that model and data allow."""
+    lens_accuracy, lens_loss, lens_f1, saturation, effective_depth, nc1, renyi_entropy, separability, spectral_norm,
+    mmd, retrieval_weight, expected_retrieval, average_precision; None = all that model and data allow."""
     batch_size: Count = 8
     """Sequences in one forward pass; does not affect results."""
     token_policy: TokenPolicy = "auto"
