@@ -78,10 +78,13 @@ class LensSettings(LoadingSettings):
     """Settings of `fulldepth lens`."""
 
     options: ClassVar = {
-        "Lens": ("top_k", "sequence_length"),
+        "Lens": ("generate", "top_k", "sequence_length"),
         "Loading the model": LOADING,
     }
 
+    generate: int = Field(default=0, ge=0, le=4096)
+    """Tokens by which the model continues a text, each the most probable one; the grid then shows the steps that
+    predicted them. 0 = the grid shows the text."""
     top_k: int = Field(default=5, ge=1, le=100)
     """Most probable tokens of every layer and position."""
     sequence_length: Length | None = None
