@@ -169,6 +169,8 @@ class Figure:
     """Name of the dotted line that marks the previous layer, l - 1; empty = no such line."""
     maps: tuple[Reading, ...] = ()
     axes: tuple[str, str] = ("Layer", "Layer")
+    rows: str = "{}"
+    """Label of row number `{}` of numbered maps."""
     low: float | None = None
     """Value of the first colour; None = zero, or symmetric if values are negative."""
     turned: bool = False
@@ -339,15 +341,19 @@ def maps(record: Figure, source: PageSource) -> Figures:
     }
 
 
-def shares(record: Figure, source: PageSource) -> Figures:
-    """Maps of the shares of tenths, from statistics `bin_0` to `bin_9` by layer: tenths from the bottom up."""
-    names = [f"{tenth / 10:g} to {(tenth + 1) / 10:g}" for tenth in range(10)]
+def numbered(record: Figure, source: PageSource) -> Figures:
+    """Maps over layers whose rows are numbered by the name of a statistic or a site, from the bottom up.
+
+    The named group `row` of a reading's pattern is the number of the row.
+    """
     drawings = []
     for reading in record.maps:
-        rows = select(source.table, reading.measure, site=reading.site)
-        rows = rows[rows["statistic"].str.fullmatch(rf"{reading.statistic}\d")].dropna(subset=["layer"])
-        cells = grid(rows, rows["statistic"].str.removeprefix(reading.statistic), rows["layer"])
-        drawn = _heat(record, reading, cells, names, variant=reading.variant) if len(cells) == len(names) else None
+        rows = select(source.table, reading.measure).dropna(subset=["layer", "site"])
+        names = rows["statistic"] + "@" + rows["site"]
+        numbers = names.str.extract(f"^{reading.statistic}@{reading.site}$")["row"]
+        cells = grid(rows[numbers.notna()], numbers.dropna(), rows.loc[numbers.notna(), "layer"])
+        labels = [record.rows.format(row) for row in cells.index]
+        drawn = _heat(record, reading, cells, labels, variant=reading.variant) if len(cells) else None
         drawings.append((reading.site or "", drawn))
     return readings(drawings)
 

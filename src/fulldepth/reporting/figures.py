@@ -20,7 +20,7 @@ Draw = Callable[[Figure, PageSource], Figures]
 DRAWINGS: dict[str, Draw] = {
     "displacement": charts.displacement_figures,
     "profiles": charts.profiles,
-    "shares": charts.shares,
+    "numbered": charts.numbered,
     "seeds": groups.seeds,
     "removal_loss": skip.removal_loss,
     "by_removed": skip.by_removed,
