@@ -353,7 +353,10 @@ def numbered(record: Figure, source: PageSource) -> Figures:
         numbers = names.str.extract(f"^{reading.statistic}@{reading.site}$")["row"]
         cells = grid(rows[numbers.notna()], numbers.dropna(), rows.loc[numbers.notna(), "layer"])
         labels = [record.rows.format(row) for row in cells.index]
-        drawn = _heat(record, reading, cells, labels, variant=reading.variant) if len(cells) else None
+        drawn = None
+        if len(cells):
+            drawn = _heat(record, reading, cells, labels, variant=reading.variant)
+            drawn.update_yaxes(title_text=record.axes[1])  # row 0 is no layer
         drawings.append((reading.site or "", drawn))
     return readings(drawings)
 
