@@ -16,8 +16,8 @@ SETTINGS = [
     {"layer": 2, "num_layers": 12},
     {"layer": 8, "num_layers": 12, "energy": True},
     {"layer": 0, "num_layers": 3, "energy": True, "target": 0.6, "eps": 1e-3},
-    {"layer": 2, "num_layers": 12, "sharpen": False},
-    {"layer": 8, "num_layers": 12, "energy": True, "scale_depth": False},
+    {"layer": 4, "num_layers": 12, "sharpening": False},
+    {"layer": 4, "num_layers": 12, "depth_scale": False, "energy": True},
 ]
 
 
@@ -41,19 +41,15 @@ def pair(generator):
     return make
 
 
-def listing(h_in, h_out, layer, num_layers, target=0.35, energy=False, eps=1e-8, sharpen=True, scale_depth=True):
-    """The listing line by line (12 -> num_layers), without its lambda, by explicit COS and SIN sums; two lines can be
-    left out, as in Figure 3 (a) and (c).
-    """
+def listing(h_in, h_out, layer, num_layers, target=0.35, energy=False, eps=1e-8, sharpening=True, depth_scale=True):
+    """The listing line by line (12 -> num_layers), without its lambda, by explicit COS and SIN sums."""
     length = h_in.shape[1]
     angles = 2 * math.pi * torch.arange(length // 2 + 1).double()[:, None] * torch.arange(length) / length
     sides = []
     for h in (h_in, h_out):
         z = (h - h.mean(1, keepdim=True)) / (h.std(1, keepdim=True) + eps)
-        if sharpen:
-            z = z / (z.abs().amax(1, keepdim=True) / (2.0 + layer / 2)).clamp(min=1)
-            z = z * math.sqrt(num_layers - layer)
-        p = torch.softmax(z, 1)
+        z = z / (z.abs().amax(1, keepdim=True) / (2.0 + layer / 2)).clamp(min=1)
+        p = torch.softmax(z * math.sqrt(num_layers - layer) if sharpening else z, 1)
         sides.append([torch.einsum("btd,kt->bdk", p, f(angles)) for f in (torch.cos, torch.sin)])
     (a, b), (c, d) = sides
     power_in, power_out = ((re.square() + im.square() + eps).sqrt().add(eps).sum(-1) for re, im in sides)
@@ -61,8 +57,8 @@ def listing(h_in, h_out, layer, num_layers, target=0.35, energy=False, eps=1e-8,
     cross = (a * c + b * d).mean(0).square() + (b * c - a * d).mean(0).square()
     s_xx, s_yy = ((re.square() + im.square()).mean(0) + eps for re, im in sides)
     distance = (cross / (s_xx * s_yy + eps) - target).square().mean()
-    weight = (num_layers - layer) * 0.1 if scale_depth else 1
-    return distance * weight + (excess.mean() if energy else 0)
+    scale = (num_layers - layer) * 0.1 if depth_scale else 1
+    return distance * scale + (excess.mean() if energy else 0)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

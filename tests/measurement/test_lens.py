@@ -91,3 +91,44 @@ def test_command(trained, monkeypatch, main, tmp_path):
     assert grid[1].split()[0] == "3"  # the last layer is on top
     assert [word.strip("·") for word in grid[1].split()[1:3]] == [top[:11] for top in tops[:2]]
     assert (tmp_path / "out" / PAGE).is_file()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_generated_steps_are_those_of_greedy_decoding(family, checkpoint, tokenizer):
+    """Oracle: the most probable token, one by one, and what the model predicts when cut off after each layer."""
+    folder = checkpoint(family, 0)
+    model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    texts, steps = [TEXT, "a dog"], 6
+    results = lens(folder, texts, generate=steps, top_k=2, dtype="float64", tokenizer=tokenizer)
+    blocks = "model.layers" if family == "llama" else "transformer.h"
+    for text, sample in zip(texts, results.meta["lens_grid"]["samples"], strict=True):
+        ids = tokenizer(text)["input_ids"]
+        start = len(ids)
+        for _ in range(steps):
+            with torch.no_grad():
+                ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        words = [tokenizer.decode([token]) for token in ids]
+        assert sample["tokens"] == words[start - 1 : -1]
+        assert sample["targets"] == words[start:]
+        assert [cell[0] for cell in sample["grid"][-1]] == sample["targets"]
+        (logits,) = oracle.exits(model, blocks, {"input_ids": torch.tensor([ids])})
+        chances = torch.from_numpy(logits[:, 0, start - 1 : -1]).softmax(-1)  # [L+1, steps, V]
+        for layer, row in enumerate(chances):
+            values, tokens = row.topk(2)
+            cells = zip(sample["grid"][layer], (more[0] for more in sample["more"][layer]), strict=True)
+            for cell, token, value in zip(cells, tokens.tolist(), values.tolist(), strict=True):
+                assert [word for word, _ in cell] == [tokenizer.decode([index]) for index in token]
+                assert [p for _, p in cell] == pytest.approx(value, abs=5.1e-5)
+    table = results.table.query("measure == 'lens_accuracy' and statistic == 'mean'")
+    assert set(table["count"]) == {steps * len(texts)}
+    assert table.value.iloc[-1] == 1.0
+
+
+def test_generation_from_the_command_line(trained, main, tmp_path):
+    code, shown, _ = main("lens", trained, TEXT, "--generate", 5, "--output", tmp_path / "out", "--json")
+    rows = json.loads(shown)
+    assert (code, {row["position"] for row in rows}) == (0, {1, 2, 3, 4, 5})
+    assert len(Results.load(tmp_path / "out").lens()) == len(rows)
+    assert (tmp_path / "out" / PAGE).is_file()
+    with refused("at most --generate"):
+        lens(trained, TEXT, generate=4000)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers as tf
 from numpy.testing import assert_allclose
+from sklearn.metrics import f1_score
 
 from fulldepth.measurement import measure
 from measurement import oracle
@@ -128,3 +129,5 @@ def test_text_classifier(checkpoint, ragged_tsv, ragged_texts, bert_tokenizer):
     assert_allclose(results.values("displacement", "mean"), steps(states).mean(1), **EXACT)
     assert_allclose(results.values("nc1", "value")[1:], [nc1(x, labels) for x in states[1:]], **SINGLE)
     check_lens(results, logits, labels)
+    expected = [f1_score(labels, layer.argmax(-1), average="macro") for layer in logits]
+    assert_allclose(results.values("lens_f1", "macro"), expected, **EXACT)

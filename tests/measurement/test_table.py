@@ -8,7 +8,7 @@ from fulldepth.measurement import measure
 from fulldepth.results import compare
 
 LM = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
-GENERAL = {"displacement", "jump_rate", "cosine", "cka", "norm_ratio", "spectral_norm"}
+GENERAL = {"displacement", "jump_rate", "cosine", "cka", "norm_ratio", "contribution", "spectral_norm"}
 
 
 def test_influences_are_stored_small_and_pair_models_on_the_same_text(checkpoint, documents_file, tmp_path):

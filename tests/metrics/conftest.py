@@ -60,6 +60,7 @@ class World:
             "num_tokens": int(self.counted.sum()),
             "first_tokens": self.first_tokens,
             "words": WORDS,
+            "num_classes": self.logits.shape[-1],
             "projections": ("self_attn.q_proj", "mlp.down_proj"),
             "routed_heads": HEADS,
             "head_shares": SHARES[: self.layers],
@@ -111,7 +112,10 @@ class World:
         logits, targets = logits[:, chosen][:, where], targets[where]
         top = logits.argmax(-1)
         loss = logits.logsumexp(-1) - logits.gather(-1, targets.expand(top.shape)[..., None])[..., 0]
-        return Readout(agrees=top == top[-1], correct=top == targets, loss=loss, row=where.nonzero()[:, 0])
+        return Readout(
+            agrees=top == top[-1], correct=top == targets, loss=loss, row=where.nonzero()[:, 0],
+            predicted=top, target=targets,
+        )  # fmt: skip
 
     def rows(self, measure, split=EVERYTHING, *, options=None, **padding):
         """What `measure` says of the whole data: {(site, layer, other, statistic): row}."""

@@ -12,7 +12,7 @@ from fulldepth.metrics import METRICS, Row
 OF_BOXES = ("average_precision",)
 """Measures of detectors, which read predicted and true boxes instead of tokens."""
 NAMES = tuple(name for name in METRICS if name not in OF_BOXES)
-TWINS = {"displacement", "cosine", "cka", "norm_ratio"}
+TWINS = {"displacement", "cosine", "cka", "norm_ratio", "contribution"}
 """Measures whose result without the first token stands beside the other."""
 
 

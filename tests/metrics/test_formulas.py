@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.testing import assert_allclose
+from sklearn.metrics import f1_score
 
 from fulldepth import metrics
 from fulldepth.metrics import METRICS, RenyiEntropy
@@ -44,9 +45,16 @@ def expected_source(weights, shares):
     return math.fsum(p * chance * m for h, p in enumerate(shares) for m, chance in enumerate(weights[h // group]))
 
 
+def added(update, stream):
+    """Norm of each update over that of its stream, and their cosine."""
+    sizes = np.linalg.norm(update, axis=-1), np.linalg.norm(stream, axis=-1)
+    return sizes[0] / sizes[1], np.einsum("...d,...d", update, stream) / (sizes[0] * sizes[1])
+
+
 FUNCTIONS = {
     "displacement": (metrics.displacement, psi, lambda h, y: h[:2]),
     "norm_ratio": (metrics.norm_ratio, ratio, lambda h, y: h[:2]),
+    "contribution": (metrics.contribution, added, lambda h, y: h[:2]),
     "cosine": (metrics.cosine_matrix, matrix_of_cosines, lambda h, y: [h]),
     "raw cosine": (
         partial(metrics.cosine_matrix, center=False),
@@ -126,6 +134,18 @@ def of_pairs(values):
     return rows
 
 
+def rows_of_contribution(world):
+    for view, states in views(world):
+        for layer, middle in enumerate(world.tokens("attention_output", view), start=1):
+            x, y = states[layer - 1 : layer + 1]
+            parts = {"layer": (y - x, x), "attention": (middle - x, x), "mlp": (y - middle, middle)}
+            for part, pair in parts.items():
+                for statistic, values in zip(("relative_norm", "cosine"), added(*pair), strict=True):
+                    yield (part, layer, None, statistic + view), (values.mean(), len(values))
+            for part, after in (("layer", y), ("attention", middle)):
+                yield (part, layer, None, f"stream_cosine{view}"), (cosines(x, after).mean(), len(x))
+
+
 def rows_of_displacement(world):
     for view, states in views(world):
         pairs = [("residual", layer, pair) for layer, pair in enumerate(pairwise(states), start=1)]
@@ -178,6 +198,14 @@ def of_both_lenses(value, sign):
         yield ("residual", None, None, "gain_of_early_layers"), (np.mean(gains[1 : world.layers // 2 + 1]), count)
 
     return rows
+
+
+def rows_of_f1(world):
+    known = world.targets != -100
+    targets = world.targets[known].numpy()
+    for layer, logits in enumerate(world.logits[:, known]):
+        value = f1_score(targets, logits.argmax(-1).numpy(), average="macro")
+        yield ("residual", layer, None, "macro"), (value, len(targets))
 
 
 def rows_of_saturation(world):
@@ -246,12 +274,14 @@ def rows_of_expected_source(world):
 ROWS = {
     "displacement": rows_of_displacement,
     "norm_ratio": of_pairs(ratio),
+    "contribution": rows_of_contribution,
     "cosine": rows_of_cosine,
     "jump_rate": rows_of_jumps,
     "lens_accuracy": of_logits(accuracy),
     "lens_loss": of_logits(loss),
     "linear_lens_accuracy": of_both_lenses(accuracy, 1),
     "linear_lens_loss": of_both_lenses(loss, -1),
+    "lens_f1": rows_of_f1,
     "saturation": rows_of_saturation,
     "effective_depth": rows_of_depth,
     "mmd": rows_of_mmd,
@@ -272,7 +302,7 @@ def test_rows(name, world_name, request, any_split, expect):
         logits[2:, known] += 4 * F.one_hot(world.targets[known], 5)
         world = world.replace(logits=logits)
     rows = any_split(METRICS[name], world, rtol=1e-5, atol=1e-6)
-    if name == "displacement":
+    if name in ("displacement", "norm_ratio"):
         rows = {key: row for key, row in rows.items() if not re.match(r"p\d\d", key[3])}
     expect(rows, dict(ROWS[name](world)))
 
@@ -286,6 +316,16 @@ def test_percentiles_of_displacement_come_from_a_fine_histogram(lengths, invente
             for share in (5, 50, 95):
                 got = rows["residual", layer, None, f"p{share:02}{view}"].value
                 assert abs(math.sqrt(got) - math.sqrt(np.percentile(psi(*pair), share))) < 2e-4
+
+
+def test_percentiles_of_norm_ratios_come_from_a_fine_histogram(invented):
+    world = invented(lengths=(50,) * 12, layers=2, width=4)
+    rows = world.rows(metrics.NormRatio, (5, 7))
+    for view, states in views(world):
+        for layer, pair in enumerate(pairwise(states), start=1):
+            for share in (5, 50, 95):
+                got = rows["residual", layer, None, f"p{share:02}{view}"].value
+                assert got == pytest.approx(np.percentile(ratio(*pair), share), rel=1e-3)
 
 
 def test_beyond_the_reservoir_the_count_says_how_many_tokens_entered(world, same_rows):

@@ -33,6 +33,10 @@ def memory():
                 row("retrieval_weight", layer, factor * weight(layer, source), statistic, "routing", source, 960)
                 for source in range(layer)
             ]
+            rows += [
+                row("retrieval_weight", layer, weight(layer, head), statistic, f"head_{head}", layer - 1, 960)
+                for head in range(12)
+            ]
     for measure, statistic in (("cosine", "matched"), ("retrieval", "text_to_image")):
         rows += [
             row(measure, image, 0.1 * image - 0.05 * text, statistic, "cross", text, 7)

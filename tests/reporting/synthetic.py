@@ -109,6 +109,7 @@ def lens_rows(layers, quality, classes=False):
         rows += [
             lens("lens_accuracy", layer, final * grown),
             lens("lens_accuracy", layer, 0.005, "standard_error"),
+            *([lens("lens_f1", layer, 0.9 * final * grown, "macro")] if classes else []),
             lens("lens_loss", layer, 0.05, "standard_error", unit="nats"),
             lens("lens_loss", layer, 9.2 - (9.2 - 6 * (1 - final)) * grown, unit="nats"),
         ]
@@ -178,6 +179,14 @@ def geometry_rows(layers, labels=False):
             for suffix, shift in (("", 1.0), (":no-first", 0.7)):
                 ratio = shift * (0.4 + 9 * math.sin(math.pi * 0.8 * share))
                 rows.append(row("norm_ratio", layer, ratio, "mean" + suffix))
+                rows.append(row("norm_ratio", layer, 0.6 * ratio, "p05" + suffix))
+                rows.append(row("norm_ratio", layer, 1.9 * ratio, "p95" + suffix))
+            for index, part in enumerate(("layer", "attention", "mlp")):
+                size = (1 + index) * math.exp(-2 * share)
+                rows.append(row("contribution", layer, size, "relative_norm", part))
+                rows.append(row("contribution", layer, 0.3 * share - 0.1 * index, "cosine", part))
+                if part != "mlp":
+                    rows.append(row("contribution", layer, 0.97 - 0.1 * share + 0.01 * index, "stream_cosine", part))
             rows.append(entropy(layer, 2.2 + 0.8 * share, site="value"))
             for index, name in enumerate(PROJECTIONS):
                 norm = 2 + index * 0.6 + 1.5 * share * math.cos(index)

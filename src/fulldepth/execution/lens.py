@@ -91,6 +91,7 @@ def read_layers(
     mask = None if classifier.per_token else attention_mask.to(device)[where]
     labels = targets[where]
     hits = torch.empty(len(states), len(labels), 2, dtype=torch.bool, device=device)
+    classes = None if classifier.per_token else torch.empty(hits.shape[:2], dtype=torch.int64, device=device)
     precision = torch.float32 if classifier.per_token else torch.promote_types(states.dtype, torch.float32)
     loss = torch.empty(len(states), len(labels), dtype=precision, device=device)
     index = torch.stack([labels, torch.zeros_like(labels)], dim=1)
@@ -99,17 +100,20 @@ def read_layers(
         softmax = None
         selected = states[layer].to(device)[where]
         for rows, start, logits in tiles(classifier.at(layer), selected, mask, by_class=True):
-            softmax = softmax or _Softmax(index, logits.dtype, find=last)
+            softmax = softmax or _Softmax(index, logits.dtype, find=last or classes is not None)
             softmax.add(rows, start, logits)
         assert softmax is not None
         hits[layer] = softmax.hits
         loss[layer] = softmax.loss
+        if classes is not None:
+            classes[layer] = softmax.best
         if last:
             index[:, 1] = softmax.best
             hits[layer, :, 1] = True
         advance()
     columns = (hits[..., 1], hits[..., 0], loss, where.nonzero()[:, 0])
-    return Readout(*(column.to(states.device) for column in columns))
+    predictions = () if classes is None else (classes, labels)
+    return Readout(*(column.to(states.device) for column in (*columns, *predictions)))
 
 
 @torch.no_grad()

@@ -25,10 +25,10 @@ class CoherencePenalty(LayerTerm):
     target: Amount = 0.35
     scope: Literal["global", "process"] = "global"
     """global: the batch mean runs over all processes; process: over each process's own sequences."""
-    sharpen: bool = True
-    """Bound and sharpen the features before the softmax; false = the features of the measure (Fig. 3 a)."""
-    scale_depth: bool = True
-    """Weigh deeper layers less, by 0.1 (N - l); false = all alike (Fig. 3 c)."""
+    sharpening: bool = True
+    """Multiply the bounded states by sqrt(N - l) before the softmax; False is the ablation of Fig. 3a."""
+    depth_scale: bool = True
+    """Multiply the penalty by 0.1 (N - l), less in deeper layers; False is the ablation of Fig. 3c."""
 
     def default_layers(self, num_layers: int) -> Sequence[int]:
         """Layers 2, 4, 6, 8 of 12; for other depths the even layers up to the same fraction of the depth."""
@@ -58,8 +58,8 @@ class CoherencePenalty(LayerTerm):
             layer,
             len(inputs),
             target=self.target,
-            sharpen=self.sharpen,
-            scale_depth=self.scale_depth,
+            sharpening=self.sharpening,
+            depth_scale=self.depth_scale,
             energy=context.step <= context.energy_warmup,
             reduce=sum_over_processes if self.scope == "global" else None,
         )
@@ -72,8 +72,8 @@ def coherence_penalty(
     num_layers: int,
     *,
     target: float = 0.35,
-    sharpen: bool = True,
-    scale_depth: bool = True,
+    sharpening: bool = True,
+    depth_scale: bool = True,
     energy: bool = False,
     reduce: Callable[[Tensor], Tensor] | None = None,
     eps: float = 1e-8,
@@ -99,8 +99,8 @@ def coherence_penalty(
         layer: the layer's 0-based number, as in the paper.
         num_layers: N, 12 in the paper.
         target: target coherence, in [0, 1].
-        sharpen: False = the logits of p are z itself, neither bounded by f nor multiplied by the root (Fig. 3 a).
-        scale_depth: False = the factor 0.1 (N - l) is left out (Fig. 3 c).
+        sharpening: apply the factor :math:`\sqrt{N - l}`; False: 1 (the bound stays).
+        depth_scale: apply the factor :math:`0.1 (N - l)`; False: 1.
         energy: add the energy term (the paper: during the first 800 iterations).
         reduce: differentiable sum of a tensor over all processes, for a batch that is distributed over them (each with
             the same T and D, and any number of sequences); None: this process has the whole batch.
@@ -114,14 +114,14 @@ def coherence_penalty(
         FulldepthError: for a single sequence over all processes (its coherence is 1 by construction), fewer than two
             positions, mismatched shapes, or a layer outside 0..N-1.
 
-    Source: "CR-Guided Transformers", Sec. 3.3 and Listing 2.
+    Source: "CR-Guided Transformers", Sec. 3.3 and Listing 2; ablations: Fig. 3 (a, c).
     """
     check_states([h_in, h_out], None, least=2, dimensions=3)
     if not 0 <= layer < num_layers:
         raise FulldepthError(f"layer must be 0-based, in 0..{num_layers - 1} for {num_layers} layers, got {layer}")
     if h_out.shape[1] < 2:
         raise FulldepthError(f"the coherence penalty needs at least two positions, got {h_out.shape[1]}")
-    shape = (2 + layer / 2, math.sqrt(num_layers - layer), eps) if sharpen else (math.inf, 1.0, eps)
+    shape = (2 + layer / 2, math.sqrt(num_layers - layer) if sharpening else 1.0, eps)
     dtype = statistics_dtype(h_in, h_out)
     width = h_out.shape[-1]
     size = block_size(h_out[..., 0].numel(), h_out.device)
@@ -144,7 +144,7 @@ def coherence_penalty(
         )
     sequences = sequences.detach()
     distance = recomputed(_squared_distance, spectra, sequences, target, eps)
-    penalty = distance * (0.1 * (num_layers - layer) if scale_depth else 1.0)
+    penalty = distance * (0.1 * (num_layers - layer) if depth_scale else 1.0)
     return penalty + excess / (sequences * width) if energy else penalty
 
 

@@ -35,6 +35,7 @@ REASONS = {
     "cka": "the states there are equal for all tokens, or too few to estimate their similarity",
     "coherence": "the states there do not vary along the sequence",
     "norm_ratio": "the layer adds exactly nothing to any state, or the states are zero",
+    "contribution": "the states there are zero",
     "nc1": "the means of the classes coincide there",
     "renyi_entropy": "the states there are zero",
     "effective_depth": "the last layer is never right",

@@ -30,7 +30,7 @@ from fulldepth.settings.measure import LINEAR_LENS, PLAIN_LENS, MeasureSettings
 from fulldepth.subject import Subject
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}
-LENS = {*PLAIN_LENS, *LINEAR_LENS}
+LENS = {*PLAIN_LENS, *LINEAR_LENS, "lens_f1"}
 """Measures that share a computation, whose time is reported under one name."""
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.execution import Verified
-from fulldepth.hf import Classifier, available_memory
+from fulldepth.hf import Anatomy, Classifier, available_memory
 from fulldepth.hf.surgery import obstacle_to_skipping
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import NO_TARGET
@@ -19,7 +19,7 @@ from fulldepth.metrics.layer_effect import STRIDE
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subject import Subject
 
-UNUSUAL = {"routing", "boxes"}
+UNUSUAL = {"routing", "boxes", "classes"}
 """Features of some models; for other models, measures of these features are left out silently."""
 
 
@@ -62,6 +62,8 @@ def make_setup(subject: Subject, counting: tokens.Counting, settings: MeasureSet
         width=verified.width,
         value_width=verified.value_width,
         chained=verified.chained,
+        num_classes=_num_classes(subject),
+        parallel=anatomy.family.design == "parallel",
         routed_heads=verified.routed_heads,
         head_shares=shares_of_heads(anatomy),
         sequence_length=max(lengths),
@@ -126,6 +128,8 @@ def make_plan(
                 plan.left_out.append({"measure": f"{name} ({site})", "reason": reason})
             else:
                 plan.sites.add(site)
+    if "contribution" in plan.measures and verified.branches:
+        plan.sites |= _branch_sites(subject.anatomy)
     reads_predictions = any("targets" in measure.needs for measure in plan.measures.values())
     plan.sites.discard("reference")  # which comes from the other model
     if verified.chained or not verified.branches:
@@ -153,6 +157,21 @@ def _parts_of_effects(subject: Subject, setup: Setup) -> list[dict[str, str]]:
     ]
 
 
+def _num_classes(subject: Subject) -> int:
+    """Number of classes of a head that predicts one class of a sequence, or of the data if it is larger; else 0."""
+    classifier = subject.verified.classifier
+    if classifier is None or classifier.per_token or not subject.anatomy.task.endswith("-classification"):
+        return 0
+    return max(getattr(subject.model.config, "num_labels", 0), subject.sequences.num_classes or 0)
+
+
+def _branch_sites(anatomy: Anatomy) -> set[str]:
+    """Sites of the branches and of the streams that they are added to; empty if they follow from x, x' and y."""
+    if anatomy.family.design != "post" and not anatomy.has_streams:
+        return set()
+    return {"attention_branch", "mlp_branch", "mlp_input"} | ({"attention_carried"} if anatomy.has_streams else set())
+
+
 def missing(setup: Setup, subject: Subject, has_reference: bool, shows_all: bool) -> dict[str, str]:
     """Missing requirement of measures -> reason."""
     kind = subject.kind
@@ -167,6 +186,7 @@ def missing(setup: Setup, subject: Subject, has_reference: bool, shows_all: bool
             "the output projections of its attention cannot be read",
         ),
         "labels": ((sequences.num_classes or 0) < 2, "the data have no labels of two or more classes"),
+        "classes": (not setup.num_classes, f"{kind} does not predict one class of a sequence"),
         "words": (
             not setup.words or sequences.kind in ("images", "objects"),
             "images have no words" if setup.words else "no words were named (--words is,are,was,were)",

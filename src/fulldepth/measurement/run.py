@@ -23,11 +23,12 @@ from fulldepth.data import MASKED_SHARE, Sequences
 from fulldepth.data.corpus import CORPUS
 from fulldepth.execution import Verified
 from fulldepth.execution.memory import reset_peak, run_peak
-from fulldepth.hf import find_checkpoints, known_stream_scale, packaged, task_of
+from fulldepth.hf import Checkpoint, find_checkpoints, known_stream_scale, packaged, task_of
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, NO_TARGET, caveats, gaps, sampling, zero_weights
 from fulldepth.measurement.effects import EffectPass
+from fulldepth.measurement.generated import continued, steps_of
 from fulldepth.measurement.headline import Clusters, headline
 from fulldepth.measurement.linear_lens import LinearLens, fit_linear_lens
 from fulldepth.measurement.passes import Clock, StepProgress, run_pass, weigh
@@ -168,7 +169,7 @@ def lens(
     texts = [text] if isinstance(text, str) else list(text)
     if not texts:
         raise FulldepthError("The lens needs at least one text.")
-    loading = settings.model_dump(exclude={"top_k", "sequence_length", "linear", *FITTING})
+    loading = settings.model_dump(exclude={"generate", "top_k", "sequence_length", "linear", *FITTING})
     fitting: dict[str, Any] = {}
     if settings.linear:
         fitting = {"fit": settings.fit or CORPUS, "fit_sequences": settings.fit_sequences}
@@ -185,15 +186,48 @@ def lens(
         sequence_length=settings.sequence_length,
         grid_positions=4096,
     )
-    results: Results = measure(
-        model, texts, settings=measure_settings, watcher=watcher, tokenizer=tokenizer, output=output,
-        series=False, overwrite=overwrite,
-    )  # fmt: skip
+    results: Results
+    if settings.generate:
+        results = _lens_of_steps(
+            model, texts, measure_settings, settings.generate, watcher, tokenizer, output, overwrite
+        )
+    else:
+        results = measure(
+            model, texts, settings=measure_settings, watcher=watcher, tokenizer=tokenizer, output=output,
+            series=False, overwrite=overwrite,
+        )  # fmt: skip
     if not results.meta.get("lens_grid"):
         raise FulldepthError("The lens reads models that predict tokens; this one predicts none.")
     for line in results.meta["warnings"]:
         if "standard error" not in line and NO_TARGET not in line:  # the lens states no errors and needs no targets
             watcher.say(line)
+    return results
+
+
+def _lens_of_steps(
+    model: str | Path | torch.nn.Module,
+    texts: Sequence[str],
+    settings: MeasureSettings,
+    steps: int,
+    watcher: Watcher,
+    tokenizer: Any,
+    output: str | Path | None,
+    overwrite: bool,
+) -> Results:
+    """The lens of texts that the model continues; the grid has the steps that predicted the new tokens."""
+    with claimed(output, overwrite):
+        needs = {"language", "tokenizer"}
+        with Subject.open(model, None, settings, needs=needs, tokenizer=tokenizer) as subject:
+            data = continued(subject, texts, steps, settings.sequence_length, watcher)
+            with processes(settings.device) as process:
+                results = measure_model(
+                    subject.checkpoint, data, settings, process, watcher, tokenizer=subject.tokenizer
+                )
+        new = {f"Sequence {number}": example.predicted for number, example in enumerate(data.examples, start=1)}
+        samples = (results.meta.get("lens_grid") or {}).get("samples", [])
+        results.meta["lens_grid"] = {"samples": [steps_of(sample, new[sample["title"]]) for sample in samples]}
+        if output is not None and launch.is_main():
+            results.save(output, watcher=watcher)
     return results
 
 
@@ -303,7 +337,7 @@ def _place(data: Any) -> dict[str, str]:
 
 
 def measure_model(
-    model: str | Path | torch.nn.Module,
+    model: str | Path | torch.nn.Module | Checkpoint,
     data: Any,
     settings: MeasureSettings,
     process: Processes,

@@ -6,6 +6,7 @@ from fulldepth.metrics.average_precision import AveragePrecision, average_precis
 from fulldepth.metrics.base import Detections, Influence, Measure, Observation, Readout, Row, Setup
 from fulldepth.metrics.cka import Cka, cka_matrix, linear_cka
 from fulldepth.metrics.coherence import Coherence, coherence
+from fulldepth.metrics.contribution import Contribution, contribution
 from fulldepth.metrics.cosine import Cosine, Cross, cosine_matrix, cross_similarity
 from fulldepth.metrics.displacement import Displacement, NormRatio, displacement, norm_ratio
 from fulldepth.metrics.jump_rate import JumpRate, jump_rate
@@ -13,9 +14,11 @@ from fulldepth.metrics.layer_effect import LayerEffect, Removals, relative_chang
 from fulldepth.metrics.lens import (
     EffectiveDepth,
     LensAccuracy,
+    LensF1,
     LensLoss,
     Saturation,
     effective_depth,
+    macro_f1,
     saturation_layer,
 )
 from fulldepth.metrics.linear_lens import LinearLensAccuracy, LinearLensLoss, LinearMaps, MapSums, linear_map
@@ -41,8 +44,10 @@ MEASURES: tuple[type[Measure], ...] = (
     Cosine,
     Cka,
     NormRatio,
+    Contribution,
     LensAccuracy,
     LensLoss,
+    LensF1,
     Saturation,
     EffectiveDepth,
     LinearLensAccuracy,
@@ -65,6 +70,7 @@ __all__ = [
     "AveragePrecision",
     "Cka",
     "Coherence",
+    "Contribution",
     "Cosine",
     "Cross",
     "Detections",
@@ -75,6 +81,7 @@ __all__ = [
     "JumpRate",
     "LayerEffect",
     "LensAccuracy",
+    "LensF1",
     "LensLoss",
     "LinearLensAccuracy",
     "LinearLensLoss",
@@ -98,6 +105,7 @@ __all__ = [
     "average_precision",
     "cka_matrix",
     "coherence",
+    "contribution",
     "cosine_matrix",
     "cross_similarity",
     "displacement",
@@ -107,6 +115,7 @@ __all__ = [
     "jump_rate",
     "linear_cka",
     "linear_map",
+    "macro_f1",
     "mmd",
     "nc1",
     "norm_ratio",

@@ -88,6 +88,16 @@ class Place(NamedTuple):
     suffix: str = ""
     """End of the statistics' names."""
     site: str = "residual"
+    statistic: str = "mean"
+    """Name of the mean."""
+
+    def named(self, kind: str) -> str:
+        """Name of a statistic of this mean in the table, such as `mean` and `standard_error` or, for a mean with a
+        name of its own, `NAME` and `standard_error_of_NAME`.
+        """
+        if self.statistic == "mean":
+            return kind + self.suffix
+        return (self.statistic if kind == "mean" else f"{kind}_of_{self.statistic}") + self.suffix
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,10 @@ class Setup:
     """Channels of the value states (number of key/value heads times head size); 0 without value states."""
     chained: bool = True
     """True if every layer's input is exactly the previous layer's output (False for a tree of residual paths)."""
+    num_classes: int = 0
+    """K: classes of the head or of the data, whichever are more; 0 unless the head predicts one class a sequence."""
+    parallel: bool = False
+    """True if attention and MLP both read the layer's input and add to it."""
     routed_heads: int = 0
     """Key/value heads whose keys and values a memory router mixes; 0 without a memory."""
     head_shares: tuple[tuple[float, ...], ...] = ()
@@ -177,6 +191,10 @@ class Readout:
     """[L+1, M] float: cross-entropy in nats."""
     row: Tensor
     """[M] int64: row in the batch of each position's sequence."""
+    predicted: Tensor | None = None
+    """[L+1, M] int64: the layer's top prediction; None for heads that predict tokens."""
+    target: Tensor | None = None
+    """[M] int64: the classes that are predicted; None for heads that predict tokens."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +215,8 @@ class Observation:
     """Activations of one batch: `B` sequences padded to `T`. Derived tensors are computed once and shared."""
 
     states: Mapping[str, Tensor]
-    """site -> [S, B, T, D]: `residual` has S = L+1 (layers 0..L), `attention_input`, `attention_output` and `value`
-    S = L (layers 1..L), `final_normed` S = 1 (layer L), `reference` as `residual`, from the reference model."""
+    """site -> [S, B, T, D]: `residual` has S = L+1 (layers 0..L), sites inside layers (`attention_output`, `value`,
+    ...) S = L (layers 1..L), `final_normed` S = 1 (layer L), `reference` as `residual`, from the reference model."""
     attention_mask: Tensor
     """[B, T] bool, False = padding."""
     counted: Tensor
@@ -319,9 +337,9 @@ class Measure(Accumulator):
     sites: ClassVar[tuple[str, ...]] = ("residual",)
     """Activations that the measure reads."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Requirements, out of `targets, labels, words, equal_lengths, several_sequences, reference, weights, routing,
-    head_shares, boxes, objects, interventions, fitted_maps`. Measures that need `weights` or `interventions` are not
-    updated with observations of forward passes."""
+    """Requirements, out of `targets, labels, classes, words, equal_lengths, several_sequences, reference, weights,
+    routing, head_shares, boxes, objects, interventions, fitted_maps`. Measures that need `weights` or `interventions`
+    are not updated with observations of forward passes."""
     optional: ClassVar[bool] = False
     """True if the measure is computed only when it is named, because it takes forward passes of its own."""
     steps: ClassVar[int] = 1
@@ -464,7 +482,7 @@ class Means(Measure):
         """Influences on every mean with data."""
         values = influence_of_ratio(self.sums, self.counts).movedim(0, -1)  # [*shape, G]
         return [
-            self.influence(f"mean{place.suffix}", values[place.at], place.layer, site=place.site)
+            self.influence(place.named("mean"), values[place.at], place.layer, site=place.site)
             for place in self.places(self.counts.sum(0))
             if values[place.at].isfinite().any()
         ]
@@ -477,7 +495,7 @@ class Means(Measure):
             row
             for place in self.places(counts)
             for row in self.rows_of(
-                {name + place.suffix: float(value[place.at]) for name, value in values.items()},
+                {place.named(name): float(value[place.at]) for name, value in values.items()},
                 int(counts[place.at]),
                 place.layer,
                 place.site,

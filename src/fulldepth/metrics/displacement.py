@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 from fulldepth.metrics.base import Means, Observation, Place, Setup, angular, cosine
 
 BINS = 1 << 15
-"""Histogram bins for the percentiles, uniform in sqrt(displacement): finest near 0."""
+"""Histogram bins for the percentiles. Those of displacements are uniform in sqrt(displacement): finest near 0."""
+LARGEST = 14.0
+"""Norm ratios beyond `exp(-14)` and `exp(14)` are counted in the outermost bins, which are uniform in the logarithm."""
 PERCENTILES = {"p05": 0.05, "p50": 0.50, "p95": 0.95}
 
 
@@ -80,17 +82,13 @@ class Displacement(Means):
         psi = psi.where(valid, 0.0)
         weights = observation.view_weights.to(psi.device)
         self.squares += psi.square() @ weights
-        bins = (psi.sqrt() * BINS).long().clamp(max=BINS - 1)
-        bins += torch.arange(len(psi), device=psi.device)[:, None] * BINS
-        for view in range(2):
-            counted = bins[valid & (weights[:, view] > 0)]
-            self.histogram[view] += counted.bincount(minlength=len(psi) * BINS).view(len(psi), BINS)
+        _count(self.histogram, psi.sqrt(), valid, weights)
 
     def compute(self) -> dict[str, Tensor]:
         """Statistic -> `[L+1, 2]`: layers 1..L and layer L normed; all tokens, and without first tokens."""
         values = super().compute()
         values["std"] = (self.squares / values["count"] - values["mean"].square()).clamp(min=0).sqrt()
-        return values | {name: _percentile(self.histogram, share).T for name, share in PERCENTILES.items()}
+        return values | _percentiles(self.histogram, torch.square)
 
     def places(self, counts: Tensor) -> Iterator[Place]:
         """Layers 1..L in every view, each view with layer L after the final norm, if it was captured."""
@@ -101,7 +99,29 @@ class Displacement(Means):
                 yield place._replace(at=(layers, place.at[1]), site="final_normed")
 
 
-def _percentile(histogram: Tensor, share: float) -> Tensor:
+def _count(histogram: Tensor, places: Tensor, valid: Tensor, weights: Tensor) -> None:
+    """Add a batch to histograms `[2, K, BINS]`, one for each view.
+
+    Args:
+        histogram: updated in place.
+        places: `[K, N]` places of the values on an axis from 0 to 1, which the bins divide.
+        valid: `[K, N]` bool, False for values that do not count.
+        weights: `[N, 2]` 1 where a token belongs to the view, else 0.
+    """
+    rows = len(places)
+    bins = (places.clamp(0, 1) * BINS).long().clamp(max=BINS - 1)
+    bins += torch.arange(rows, device=places.device)[:, None] * BINS
+    for view in range(2):
+        counted = bins[valid & (weights[:, view] > 0)]
+        histogram[view] += counted.bincount(minlength=rows * BINS).view(rows, BINS)
+
+
+def _percentiles(histogram: Tensor, value_at: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Statistic -> `[K, 2]` percentiles of histograms `[2, K, BINS]`; `value_at` gives the value at a place."""
+    return {name: _percentile(histogram, share, value_at).T for name, share in PERCENTILES.items()}
+
+
+def _percentile(histogram: Tensor, share: float, value_at: Callable[[Tensor], Tensor]) -> Tensor:
     """[...] quantile of histograms `[..., BINS]`, interpolated linearly (numpy's default); NaN if empty."""
     cumulative = histogram.cumsum(-1)
     total = cumulative[..., -1:]
@@ -111,7 +131,7 @@ def _percentile(histogram: Tensor, share: float) -> Tensor:
         index = (cumulative <= whole).sum(-1, keepdim=True).clamp(max=BINS - 1)
         count = histogram.gather(-1, index)
         inside = (whole - cumulative.gather(-1, index) + count + 0.5).double() / count
-        ends.append(((index + inside.clamp(0, 1)) / BINS).square())
+        ends.append(value_at((index + inside.clamp(0, 1)) / BINS))
     below, above = ends
     return torch.lerp(below, above, rank - rank.floor()).where(total > 0, torch.nan)[..., 0]
 
@@ -141,16 +161,31 @@ def norm_ratio(h_in: Tensor, h_out: Tensor) -> Tensor:
 
 
 class NormRatio(Means):
-    """Mean norm ratio of every layer over tokens, with its standard error; tokens whose update is exactly zero are
-    excluded.
+    """Mean norm ratio of every layer over tokens, with its standard error and percentiles; tokens whose update is
+    exactly zero are excluded.
+
+    Percentiles come from a histogram of the logarithm: within 0.1 % of the exact ones between `exp(-14)` and `exp(14)`.
     """
 
     name = "norm_ratio"
-    units = dict.fromkeys(("mean", "standard_error"), "1")
+    units = dict.fromkeys(("mean", "standard_error", *PERCENTILES), "1")
+    histogram: Tensor
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.add_sum("histogram", 2, setup.num_layers, BINS, dtype=torch.int64)
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
         tokens = observation.tokens
         # One layer at a time: faster than the difference of all layers at once, and with less memory.
         ratio = torch.stack([norm_ratio(h_in, h_out) for h_in, h_out in pairwise(tokens)])  # [L, N]
-        self.add_tokens(ratio.double().to(self.sums.device), observation)
+        ratio = ratio.double().to(self.sums.device)
+        self.add_tokens(ratio, observation)
+        valid = ratio.isfinite()
+        places = (ratio.where(valid, 1.0).log() / LARGEST + 1) / 2
+        _count(self.histogram, places, valid, observation.view_weights.to(ratio.device))
+
+    def compute(self) -> dict[str, Tensor]:
+        """Statistic -> `[L, 2]`: layers 1..L; all tokens, and without first tokens."""
+        return super().compute() | _percentiles(self.histogram, lambda place: (LARGEST * (2 * place - 1)).exp())

@@ -9,10 +9,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from fulldepth.core.uncertainty import crossing
-from fulldepth.metrics.base import Influence, Means, Observation, Place, Readout, Row, Setup
-from fulldepth.metrics.jackknife import influence_of_ratio
+from fulldepth.metrics.base import Influence, Means, Measure, Observation, Place, Readout, Row, Setup
+from fulldepth.metrics.jackknife import influence_of_estimate, influence_of_ratio, leave_one_out, standard_error
 
 EPSILONS = (0.01, 0.05, 0.1, 0.2)
 """Tolerances relative to perfect accuracy (Def. 1)."""
@@ -140,6 +141,83 @@ class LensLoss(LensMean):
     def reading(self, lens: Readout) -> Tensor:
         """Cross-entropy in nats."""
         return lens.loss
+
+
+def macro_f1(hits: Tensor, predicted: Tensor, true: Tensor) -> Tensor:
+    r"""Mean over classes of F1, the harmonic mean of precision and recall.
+
+    .. math:: \frac{1}{K} \sum_k \frac{2 \, \mathrm{hits}_k}{\mathrm{predicted}_k + \mathrm{true}_k}
+
+    Args:
+        hits: number of right predictions of every class, `[..., K]`.
+        predicted: number of predictions of every class, `[..., K]`.
+        true: number of samples of every class, `[..., K]`.
+
+    Returns:
+        `[...]` float64, unit 1, in [0, 1], over the classes that occur as prediction or target (as scikit-learn's
+        `f1_score(average="macro")`); NaN if none does.
+    """
+    total = (predicted + true).double()
+    return (2 * hits / total).nanmean(-1)
+
+
+class LensF1(Measure):
+    """Macro F1 of the last layer's classifier on layers 0..L, with its standard error (jackknife over groups).
+
+    Source: "Representation progression and aligned training", Fig. 8 and 21 (accuracy or F1 of GLUE's tasks).
+    """
+
+    name = "lens_f1"
+    units = dict.fromkeys(("macro", "standard_error_of_macro"), "1")
+    needs = frozenset({"targets", "classes"})
+    hits: Tensor
+    predicted: Tensor
+    true: Tensor
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.add_grouped("hits", setup.num_layers + 1, setup.num_classes)
+        self.add_grouped("predicted", setup.num_layers + 1, setup.num_classes)
+        self.add_grouped("true", 1, setup.num_classes)
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        lens = observation.lens
+        if lens.predicted is None or lens.target is None:
+            raise ValueError(
+                "this observation has no predicted classes; lens_f1 needs a head that classifies sequences"
+            )
+        where = self.hits.device
+        predicted = lens.predicted.to(where)  # [L+1, M]
+        target = lens.target.to(where)  # [M]
+        group = self.setup.group_of.to(where)[observation.sequence.to(where)[lens.row.to(where)]]
+        classes = one_hot(predicted, self.setup.num_classes).double().transpose(0, 1)  # [M, L+1, K]
+        true = one_hot(target, self.setup.num_classes).double()[:, None]  # [M, 1, K]
+        self.predicted.index_add_(0, group, classes)
+        self.true.index_add_(0, group, true)
+        self.hits.index_add_(0, group, classes * true)
+
+    def compute(self) -> tuple[Tensor, Tensor, int]:
+        """[L+1] macro F1 of layers 0..L, `[G, L+1]` influences on it, and the number of samples."""
+        sums = (self.hits, self.predicted, self.true)
+        values = macro_f1(*(state.sum(0) for state in sums))
+        return values, influence_of_estimate(macro_f1(*map(leave_one_out, sums))), int(self.true.sum())
+
+    def influences_here(self) -> list[Influence]:
+        """Influences on every layer's macro F1."""
+        columns = self.compute()[1].T
+        return [self.influence("macro", values, layer) for layer, values in enumerate(columns)]
+
+    def rows(self) -> list[Row]:
+        """Rows for each layer 0..L; no standard error for fewer than three groups of clusters."""
+        values, influences, count = self.compute()
+        errors = standard_error(influences).tolist()
+        numbers = zip(values.tolist(), errors, strict=True)
+        return [
+            row
+            for layer, (value, error) in enumerate(numbers)
+            for row in self.rows_of({"macro": value, "standard_error_of_macro": error}, count, layer)
+        ]
 
 
 class OfLayersReached(LensMean):

@@ -82,6 +82,8 @@ class Line:
     """Statistic of the half lengths of error bars."""
     layers_back: int | None = None
     """For lines over steps: distance of the layer from the last one. None = rows without a layer."""
+    to_last: bool = False
+    """True for a measure of pairs of layers: the curve is that of each layer and layer L."""
     compared: bool = False
     """True if the line is compared between models and followed over training."""
 
@@ -182,6 +184,8 @@ class Figure:
     """Name of the dotted line that marks the previous layer, l - 1; empty = no such line."""
     maps: tuple[Reading, ...] = ()
     axes: tuple[str, str] = ("Layer", "Layer")
+    rows: str = "{}"
+    """Label of row number `{}` of numbered maps."""
     low: float | None = None
     """Value of the first colour; None = zero, or symmetric if values are negative."""
     turned: bool = False
@@ -200,7 +204,8 @@ class Figure:
         """The curve of a line in the rows of one model."""
         return curve_of(
             table, line.measure, statistic or line.statistic, line.site, by=self.over,
-            layer=None if line.layers_back is None else layers - line.layers_back, column=column or self.column,
+            layer=None if line.layers_back is None else layers - line.layers_back,
+            other=layers if line.to_last else None, column=column or self.column,
         )  # fmt: skip
 
     def expanded(self, table: pd.DataFrame) -> list[Line]:
@@ -236,8 +241,8 @@ def readings(drawings: Iterable[tuple[str, go.Figure | None]]) -> Figures:
 
 def lines(record: Figure, source: PageSource) -> Figures:
     """The lines of one model, or the compared ones of several."""
-    every = record.expanded(source.table)
     if "model" not in source.table.columns:
+        every = record.expanded(source.table)
         variants = list(dict.fromkeys(line.variant for line in every))
         groups = [[line for line in every if line.variant == variant] for variant in variants]
         return readings((group[0].key or group[0].variant, alone(record, source, group)) for group in groups)
@@ -354,6 +359,26 @@ def maps(record: Figure, source: PageSource) -> Figures:
         for name, cells_of_model in cells.items()
         if len(cells_of_model)
     }
+
+
+def numbered(record: Figure, source: PageSource) -> Figures:
+    """Maps over layers whose rows are numbered by the name of a statistic or a site, from the bottom up.
+
+    The named group `row` of a reading's pattern is the number of the row.
+    """
+    drawings = []
+    for reading in record.maps:
+        rows = select(source.table, reading.measure).dropna(subset=["layer", "site"])
+        names = rows["statistic"] + "@" + rows["site"]
+        numbers = names.str.extract(f"^{reading.statistic}@{reading.site}$")["row"]
+        cells = grid(rows[numbers.notna()], numbers.dropna(), rows.loc[numbers.notna(), "layer"])
+        labels = [record.rows.format(row) for row in cells.index]
+        drawn = None
+        if len(cells):
+            drawn = _heat(record, reading, cells, labels, variant=reading.variant)
+            drawn.update_yaxes(title_text=record.axes[1])  # row 0 is no layer
+        drawings.append((reading.site or "", drawn))
+    return readings(drawings)
 
 
 def _cells(record: Figure, reading: Reading, table: pd.DataFrame) -> tuple[pd.DataFrame, list[str] | None]:

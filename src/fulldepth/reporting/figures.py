@@ -21,6 +21,7 @@ DRAWINGS: dict[str, Draw] = {
     "displacement": charts.displacement_figures,
     "profiles": charts.profiles,
     "word_maps": charts.word_maps,
+    "numbered": charts.numbered,
     "seeds": groups.seeds,
     "removal_loss": skip.removal_loss,
     "by_removed": skip.by_removed,

@@ -66,6 +66,7 @@ def curve_of(
     *,
     by: str = "layer",
     layer: int | None = None,
+    other: int | None = None,
     column: str = "value",
 ) -> PlottedCurve:
     """A statistic by layer (or the column `by`), ascending.
@@ -77,13 +78,15 @@ def curve_of(
         site: see `select`.
         by: the column over which the values run.
         layer: the layer to select, for curves over steps; a step without a value is a gap.
+        other: the second layer to select, of measures of pairs.
         column: the column that holds the values.
     """
     rows = select(table, measure, statistic, site)
     if not {by, column} <= {*rows}:
         return NO_CURVE
-    if layer is not None:
-        rows = rows[(rows["layer"] == layer).fillna(False).astype(bool)]
+    for name, chosen in (("layer", layer), ("other", other)):
+        if chosen is not None:
+            rows = rows[(rows[name] == chosen).fillna(False).astype(bool)]
     rows = rows.dropna(subset=[by]).drop_duplicates(by, keep="last").set_index(by).sort_index()
     unit = str(next(iter(rows["unit"].dropna()), "1"))
     if layer is not None:

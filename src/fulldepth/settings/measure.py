@@ -35,10 +35,11 @@ class MeasureSettings(ReadingSettings):
     }
 
     measures: Annotated[list[str], Field(min_length=1)] | None = None
-    """Comma-separated names from displacement, jump_rate, coherence, cosine, cka, norm_ratio, lens_accuracy,
-    lens_loss, saturation, effective_depth, linear_lens_accuracy, linear_lens_loss, nc1, renyi_entropy, separability,
-    spectral_norm, mmd, retrieval_weight, expected_retrieval, average_precision, layer_effect; None = all that model
-    and data allow, without the linear lens and layer_effect, which take forward passes of their own."""
+    """Comma-separated names from displacement, jump_rate, coherence, cosine, cka, norm_ratio, contribution,
+    lens_accuracy, lens_loss, lens_f1, saturation, effective_depth, linear_lens_accuracy, linear_lens_loss, nc1,
+    renyi_entropy, separability, spectral_norm, mmd, retrieval_weight, expected_retrieval, average_precision,
+    layer_effect; None = all that model and data allow, without the linear lens and layer_effect, which take forward
+    passes of their own."""
     batch_size: Count = 8
     """Sequences in one forward pass; does not affect results."""
     token_policy: TokenPolicy = "auto"
@@ -111,11 +112,14 @@ class LensSettings(LoadingSettings):
     """Settings of `fulldepth lens`."""
 
     options: ClassVar = {
-        "Lens": ("top_k", "sequence_length", "linear", "fit"),
+        "Lens": ("generate", "top_k", "sequence_length", "linear", "fit"),
         "Loading the model": LOADING,
     }
     applies: ClassVar = (Applies(FITTING, {"linear": SET}),)
 
+    generate: int = Field(default=0, ge=0, le=4096)
+    """Tokens by which the model continues a text, each the most probable one; the grid then shows the steps that
+    predicted them. 0 = the grid shows the text."""
     top_k: int = Field(default=5, ge=1, le=100)
     """Most probable tokens of every layer and position."""
     sequence_length: Length | None = None
