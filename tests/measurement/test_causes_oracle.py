@@ -1,0 +1,239 @@
+"""What layers cause, against plain loops over transformers' models (`causes`), in float64, for ten families."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import transformers as tf
+from numpy.testing import assert_allclose
+
+import fulldepth
+from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
+from measurement import causes
+from measurement.causes import FAMILIES, LAYERS
+
+NEAR = {"rtol": 1e-8, "atol": 1e-11}
+LENGTHS = [9, 17, 30, 12, 22, 14, 33, 11, 25, 10]
+PARTS = ["layer", "attention", "mlp"]
+
+
+def cuts(length):
+    """Multiples of 8 inside a document."""
+    return range(8, length, 8)
+
+
+def ids_of(texts):
+    """Ids of every document."""
+    return causes.tokenizer()(texts)["input_ids"]
+
+
+# The reference itself, on cases whose answer is known.
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_reference_skips_nothing_but_the_part(name):
+    """Skipping attention and MLP one by one, and both: the states before are kept, and the sites add up."""
+    family = FAMILIES[name]
+    model = family.build()
+    ids = ids_of(causes.texts([14]))[0]
+    plain, _ = causes.run(model, family, ids)
+    with torch.no_grad():
+        stock = model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
+    assert_allclose(plain[:-1], torch.cat(stock)[:-1].numpy(), rtol=1e-12)
+    for part in PARTS:
+        skipped, _ = causes.run(model, family, ids, part, 2, 1, 14)
+        assert_allclose(skipped[:2], plain[:2], rtol=1e-12)
+        assert_allclose(skipped[:, 0], plain[:, 0], rtol=1e-12)  # the first token is left alone
+        assert not np.allclose(skipped[2:, 1:], plain[2:, 1:], rtol=1e-2)
+        if part == "layer":
+            assert_allclose(skipped[2, 1:], plain[1, 1:], rtol=0)
+        later, _ = causes.run(model, family, ids, part, 2, 1, 8)
+        assert not np.allclose(later[-1, 8:], plain[-1, 8:], rtol=1e-4), "no later token reads the skipped ones"
+    attention, mlp = causes.branches(model, family, ids)
+    assert_allclose(plain[:-1] + attention + mlp, plain[1:], rtol=1e-6, atol=1e-6)
+
+
+def zeroed(model, layers, paths):
+    """The Llama with these matrices of these layers (1-based) set to zero."""
+    with torch.no_grad():
+        for layer in layers:
+            for path in paths:
+                model.model.layers[layer - 1].get_submodule(path).weight.zero_()
+    return model
+
+
+OUTPUTS = ["self_attn.o_proj", "mlp.down_proj"]
+
+
+def test_reference_of_a_layer_without_weights_is_zero():
+    model = zeroed(FAMILIES["llama"].build(), [2], OUTPUTS)
+    with np.errstate(invalid="ignore"):  # the update of layer 2 is zero, and so is its change
+        values, losses = causes.effects(model, FAMILIES["llama"], ids_of(causes.texts([12, 20])), "layer", cuts)
+    of_second = {key: value for key, value in values.items() if key[1] == 2}
+    assert len(of_second) == 6 * (LAYERS - 2) + 5
+    assert set(of_second.values()) == {0.0}
+    assert causes.ratio_error(*losses[2]) == causes.jackknife_error(*losses[2]) == 0
+    assert values["mean_all", 1, 3] > 0.01
+
+
+def test_reference_without_attention_no_token_changes_later_ones():
+    model = zeroed(FAMILIES["llama"].build(), [2, 3, 4], OUTPUTS[:1])
+    values, _ = causes.effects(model, FAMILIES["llama"], ids_of(causes.texts([12, 20])), "layer", cuts)
+    future = {key: value for key, value in values.items() if key[0].endswith("future")}
+    assert max(future.values()) == 0
+    assert min(value for key, value in values.items() if key[0] == "mean_all") > 0.01
+
+
+def test_reference_of_layers_that_ignore_the_stream():
+    """Layers that add a constant: nothing before changes their updates, but the output is changed."""
+    family = FAMILIES["gpt2"]
+    model = family.build()
+    with torch.no_grad():
+        for block in model.transformer.h[2:]:
+            block.mlp.c_proj.weight.zero_()
+            block.attn.c_proj.weight.zero_()
+    values, _ = causes.effects(model, family, ids_of(causes.texts([12, 20])), "mlp", cuts)
+    assert max(values[name, 1, other] for name in ("max_all", "max_future") for other in (3, 4)) < 1e-12
+    assert values["mean_all", 1, 2] > 0.01
+    assert values["divergence_all", 1, None] > 0.01
+    assert values["divergence_all", 3, None] > 0
+
+
+def test_reference_errors_agree_for_documents_of_one_length():
+    sums = np.random.default_rng(0).normal(size=12)
+    counts = np.full(12, 9)
+    assert causes.ratio_error(sums, counts) == pytest.approx(causes.jackknife_error(sums, counts), rel=1e-12)
+    assert causes.ratio_error(sums, counts) == pytest.approx(sums.std(ddof=1) / 9 / np.sqrt(12), rel=1e-12)
+
+
+# The effect of layers on later layers and on the output.
+
+
+def rows(results, measure):
+    """(statistic, site, layer, other) -> value of one measure; `other` is None where there is none."""
+    table = results.table[results.table.measure == measure]
+    return {
+        (row.statistic, row.site, row.layer, None if pd.isna(row.other) else row.other): row.value
+        for row in table.itertuples()
+    }
+
+
+@pytest.fixture(scope="module")
+def documents():
+    """Texts of unequal length, as they are given to `fulldepth.measure`."""
+    return causes.texts(LENGTHS)
+
+
+def measured(model, documents, measures, **options):
+    """One sequence for each document, several of them padded in a batch."""
+    options = {"one_per_row": True, "sequence_length": 64, "batch_size": 4, **options}
+    return fulldepth.measure(model, documents, tokenizer=causes.tokenizer(), measures=measures, **options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layer_effect(name, documents):
+    """All statistics of the three parts in both scopes; no document has more than four multiples of 8."""
+    family = FAMILIES[name]
+    model = family.build()
+    found = rows(measured(model, documents, ["layer_effect"], effect_parts=PARTS), "layer_effect")
+    for part in PARTS:
+        values, losses = causes.effects(model, family, ids_of(documents), part, cuts)
+        expected = {(statistic, part, layer, other): value for (statistic, layer, other), value in values.items()}
+        assert_allclose([found[key] for key in expected], list(expected.values()), **NEAR)
+        for layer in range(1, LAYERS + 1):
+            error = found["standard_error_of_loss_added", part, layer, None]
+            assert error == pytest.approx(causes.ratio_error(*losses[layer]), rel=1e-8)
+            assert error == pytest.approx(causes.jackknife_error(*losses[layer]), rel=0.2)
+
+
+# What layers contribute to the stream.
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_contribution(name, documents):
+    family = FAMILIES[name]
+    model = family.build()
+    found = rows(measured(model, documents, ["contribution"]), "contribution")
+    expected = causes.contributions(model, family, ids_of(documents))
+    got = [found[statistic, site, layer, None] for site, statistic, layer in expected]
+    assert_allclose(got, list(expected.values()), **NEAR)
+
+
+# LayerNorm scaling.
+
+
+@pytest.fixture(scope="module")
+def scaled():
+    """A depth_llama with LayerNorm scaling, in float64."""
+    torch.manual_seed(3)
+    model = DepthLlamaForCausalLM(DepthLlamaConfig(**causes.GROUPED, norm_scaling=True)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.add_(0.2 * torch.randn_like(weight)) if weight.ndim == 1 else weight.mul_(5)
+    return model.double()
+
+
+SINGLE = {"rtol": 2e-5, "atol": 2e-6}
+"""transformers computes RMSNorm in float32."""
+
+
+@torch.no_grad()
+def test_norm_scaling_is_that_of_a_forward_pass_by_hand(scaled):
+    documents = ids_of(causes.texts([14, 9]))
+    padded = torch.tensor([documents[0], documents[1] + [0] * 5])
+    mask = torch.tensor([[1] * 14, [1] * 9 + [0] * 5])
+    logits = scaled(input_ids=padded, attention_mask=mask).logits.numpy()
+    for row, ids in enumerate(documents):
+        expected = causes.scaled_llama(scaled.state_dict(), scaled.config, ids)
+        assert_allclose(logits[row, : len(ids)], expected, **SINGLE)
+
+
+@torch.no_grad()
+def test_norm_scaling_is_undone_by_gains_and_off_by_default(scaled):
+    """Gains times sqrt(l) give the Llama that the model is without the switch."""
+    weights = {name: tensor.clone() for name, tensor in scaled.state_dict().items()}
+    plain = tf.LlamaForCausalLM(tf.LlamaConfig(**causes.GROUPED)).double().eval()
+    plain.load_state_dict(weights)
+    unscaled = DepthLlamaForCausalLM(DepthLlamaConfig(**causes.GROUPED)).double().eval()
+    unscaled.load_state_dict(weights)
+    undone = {name: tensor.clone() for name, tensor in weights.items()}
+    for name, tensor in undone.items():
+        if "layernorm" in name:
+            tensor.mul_((int(name.split(".")[2]) + 1) ** 0.5)
+    ids = torch.tensor(ids_of(causes.texts([14])))
+    expected = plain(input_ids=ids).logits.numpy()
+    assert_allclose(unscaled(input_ids=ids).logits.numpy(), expected, **SINGLE)
+    assert not np.allclose(scaled(input_ids=ids).logits.numpy(), expected, rtol=1e-2)
+    scaled.load_state_dict(undone)
+    assert_allclose(scaled(input_ids=ids).logits.numpy(), expected, **SINGLE)
+    scaled.load_state_dict(weights)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_norm_scaling_is_exported_as_a_stock_llama(scaled, tmp_path):
+    """Folded into the gains: read by transformers alone, against the pass by hand without attention of layer 2."""
+    tokenizer = causes.tokenizer()
+    copy.deepcopy(scaled).float().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    data = [{"text": text} for text in causes.texts([40] * 12)]
+    search = {"given": [2], "fit": False, "sequence_length": 16, "dtype": "float32"}
+    fulldepth.skip.search(str(tmp_path / "model"), data, output=tmp_path / "plan", **search)
+    plan = fulldepth.skip.Plan.load(tmp_path / "plan" / "plan.json")
+    fulldepth.skip.export(plan, str(tmp_path / "model"), "folded", tmp_path / "folded")
+    config = tf.AutoConfig.from_pretrained(tmp_path / "folded")
+    assert config.model_type == "llama"
+    stock, report = tf.LlamaForCausalLM.from_pretrained(
+        tmp_path / "folded", dtype=torch.float64, output_loading_info=True
+    )
+    assert not any(report.values())
+    ids = ids_of(causes.texts([14], seed=5))[0]
+    expected = causes.scaled_llama(scaled.state_dict(), scaled.config, ids, skipped={2})
+    got = stock.eval()(input_ids=torch.tensor([ids])).logits[0].numpy()
+    assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    full = causes.scaled_llama(scaled.state_dict(), scaled.config, ids)
+    assert np.abs(full - expected).max() > 0.1, "the attention of layer 2 does nothing here"
