@@ -46,6 +46,7 @@ class Family:
     attention: str = "self_attn"
     mlp: str = "mlp"
     parallel: bool = False
+    separate: bool = True  # whether attention and MLP are modules that return what they add, without the stream
 
     def build(self, seed=0):
         """A random model in float64 whose every part matters: large matrices, gains and biases away from 1 and 0."""
@@ -83,15 +84,23 @@ FAMILIES = {
         "model.decoder.layers",
         mlp="fc2",
     ),
+    "falcon": Family(
+        tf.FalconForCausalLM,
+        {"vocab_size": 64, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, **MARKS},
+        "transformer.h",
+        "self_attention",
+        parallel=True,
+    ),
     "bloom": Family(
         tf.BloomForCausalLM,
         {"vocab_size": 64, "hidden_size": WIDTH, "n_layer": LAYERS, "n_head": 4, **MARKS},
         "transformer.h",
         "self_attention.dense",
         "mlp.dense_4h_to_h",
+        separate=False,
     ),
 }
-"""Ten families: pre-norm, parallel, post-norm branches; rotary, learned and ALiBi positions."""
+"""Pre-norm, parallel, post-norm branches; rotary, learned and ALiBi positions."""
 
 
 def tokenizer():
@@ -184,7 +193,7 @@ def norm(vectors):
 
 
 def changes(original, skipped, ids):
-    """Per position: relative change of every update [L, T], divergence [T], change of probabilities [T], loss [T - 1]."""
+    """Per position: change of every update [L, T], divergence [T], change of probabilities [T], added loss [T - 1]."""
     (states, logits), (states_skipped, logits_skipped) = original, skipped
     updates, updates_skipped = np.diff(states, axis=0), np.diff(states_skipped, axis=0)  # [L, T, D]
     relative = norm(updates - updates_skipped) / norm(updates)
@@ -195,8 +204,11 @@ def changes(original, skipped, ids):
     return relative, divergence, output, (logs[:-1] - logs_skipped[:-1])[targets]
 
 
-def effects(model, family, documents, part, cuts, begin=1, read=1):
-    """(statistic, layer, other) -> value of `layer_effect`, and (layer) -> sums and counts of the loss by document.
+def effects(model, family, documents, part, cuts, begin=1):
+    """Values of `layer_effect` for one part: (statistic, layer, other) -> value, and the same -> sums by document.
+
+    The sums are those behind means: [2, C], over a document's positions, and their number. In the scope `all` the
+    positions from `begin` on are skipped and read, but added losses are means over all positions with a target.
 
     Args:
         model: a causal language model in float64.
@@ -205,33 +217,36 @@ def effects(model, family, documents, part, cuts, begin=1, read=1):
         part: layer, attention or mlp.
         cuts: function of a document's length: for each t, how many first positions the scope `future` skips.
         begin: first position (0-based) that is skipped.
-        read: first position (0-based) whose effect counts in the scope `all`.
     """
     plain = [run(model, family, ids) for ids in documents]
-    values, losses = {}, {}
+    values, sums = {}, {}
     for layer in range(1, LAYERS + 1):
-        found = {"all": [], "future": []}
-        sums = []
+        kept = {}  # (statistic without its scope, scope, other) -> an array for each document
         for ids, original in zip(documents, plain, strict=True):
-            skipped = run(model, family, ids, part, layer, begin, len(ids))
-            relative, divergence, output, loss = changes(original, skipped, ids)
-            found["all"].append((relative[:, read:], divergence[read:], output[read:]))
-            sums.append((loss[read:].sum(), len(loss) - read))
-            for cut in cuts(len(ids)):
+            of_document = {("loss_added", "all", None): []}
+            for scope, cut in [("all", len(ids)), *(("future", cut) for cut in cuts(len(ids)))]:
                 skipped = run(model, family, ids, part, layer, begin, cut)
-                relative, divergence, output, _ = changes(original, skipped, ids)
-                found["future"].append((relative[:, cut:], divergence[cut:], output[cut:]))
-        losses[layer] = np.array(sums).T
-        for scope, parts in found.items():
-            relative, divergence, output = (np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True))
-            for other in range(layer + 1, LAYERS + 1):
-                values[f"mean_{scope}", layer, other] = relative[other - 1].mean()
-                values[f"q90_{scope}", layer, other] = np.quantile(relative[other - 1], 0.9)
-                values[f"max_{scope}", layer, other] = relative[other - 1].max()
-            values[f"divergence_{scope}", layer, None] = divergence.mean()
-            values[f"output_change_{scope}", layer, None] = output.max()
-        values["loss_added", layer, None] = losses[layer][0].sum() / losses[layer][1].sum()
-    return values, losses
+                relative, divergence, output, loss = changes(original, skipped, ids)
+                read = begin if scope == "all" else cut
+                for other in range(layer + 1, LAYERS + 1):
+                    of_document.setdefault(("effect", scope, other), []).append(relative[other - 1, read:])
+                of_document.setdefault(("divergence", scope, None), []).append(divergence[read:])
+                of_document.setdefault(("output_change", scope, None), []).append(output[read:])
+                if scope == "all":
+                    of_document["loss_added", "all", None].append(loss)
+            for key, arrays in of_document.items():
+                kept.setdefault(key, []).append(np.concatenate(arrays))
+        for (statistic, scope, other), arrays in kept.items():
+            pooled = np.concatenate(arrays)
+            by_document = np.array([(array.sum(), len(array)) for array in arrays]).T
+            if statistic == "effect":
+                values[f"q90_{scope}", layer, other] = np.quantile(pooled, 0.9)
+                values[f"max_{scope}", layer, other] = pooled.max()
+            name = {"effect": f"mean_{scope}", "loss_added": "loss_added"}.get(statistic, f"{statistic}_{scope}")
+            values[name, layer, other] = pooled.max() if statistic == "output_change" else pooled.mean()
+            if statistic != "output_change":
+                sums[name, layer, other] = by_document
+    return values, sums
 
 
 def ratio_error(sums, counts):
@@ -268,8 +283,11 @@ def branches(model, family, ids):
     return (torch.stack(added[part]).numpy() for part in ("attention", "mlp"))
 
 
-def contributions(model, family, documents):
-    """(site, statistic, layer) -> mean over positions of |update| / |stream| and of their cosine."""
+def contributions(model, family, documents, begin=0):
+    """(site, statistic, layer) -> sums over a document's positions [C] and counts [C].
+
+    The statistics are |update| / |stream| and the cosine of the two; positions before `begin` (0-based) do not count.
+    """
     found = {}
     for ids in documents:
         states, _ = run(model, family, ids)
@@ -279,10 +297,14 @@ def contributions(model, family, documents):
             np.testing.assert_allclose(before + a + m, states[layer], rtol=1e-6, atol=1e-6)
             middle = before if family.parallel else before + a
             for site, update, stream in (("attention", a, before), ("mlp", m, middle), ("layer", a + m, before)):
-                found.setdefault((site, "relative_norm", layer), []).append(norm(update) / norm(stream))
+                if site != "layer" and not family.separate:
+                    continue
+                ratio = norm(update) / norm(stream)
                 cosine = (update * stream).sum(-1) / (norm(update) * norm(stream))
-                found.setdefault((site, "cosine", layer), []).append(cosine)
-    return {key: np.concatenate(arrays).mean() for key, arrays in found.items()}
+                for statistic, numbers in (("relative_norm", ratio), ("cosine", cosine)):
+                    sums = found.setdefault((site, statistic, layer), [])
+                    sums.append((numbers[begin:].sum(), len(ids) - begin))
+    return {key: np.array(sums).T for key, sums in found.items()}
 
 
 @torch.no_grad()
