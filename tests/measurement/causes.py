@@ -316,6 +316,29 @@ def continued(model, family, ids, last):
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double().numpy()
 
 
+def predicted(model, family, documents, states):
+    """Whether the top token is right, and the loss in nats, by document and position with a target.
+
+    Args:
+        model: a causal language model in float64.
+        family: its `Family`.
+        documents: ids of each document.
+        states: for each document, [T, D]: what the last block is made to return.
+    """
+    right, losses = [], []
+    for ids, last in zip(documents, states, strict=True):
+        logs, targets = log_softmax(continued(model, family, ids, last))[:-1], np.array(ids[1:])
+        right.append((logs.argmax(-1) == targets).astype(float))
+        losses.append(-logs[np.arange(len(targets)), targets])
+    return right, losses
+
+
+def totals(arrays, others=None):
+    """Sums and counts by document [2, C] of arrays [T], or of what they exceed `others` by."""
+    differences = arrays if others is None else [a - b for a, b in zip(arrays, others, strict=True)]
+    return np.array([(array.sum(), len(array)) for array in differences]).T
+
+
 def scaled_llama(weights, config, ids, skipped=()):
     """Logits [T, V] of a Llama whose norms of layer l (1-based) give `norm / sqrt(l)`, written out; float64.
 

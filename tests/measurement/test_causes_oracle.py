@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers as tf
 from numpy.testing import assert_allclose
+from sklearn.linear_model import Ridge
 
 import fulldepth
 from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
@@ -19,6 +21,8 @@ from measurement.causes import FAMILIES, LAYERS
 from refusals import refused
 
 NEAR = {"rtol": 1e-8, "atol": 1e-11}
+LENS = {"rel": 1e-6, "abs": 3e-7}
+"""Losses of lenses pass through float32."""
 LENGTHS = [9, 17, 30, 5, 12, 22, 8, 33, 11]
 PARTS = ["layer", "attention", "mlp"]
 SEPARATE = [name for name, family in FAMILIES.items() if family.separate]
@@ -219,6 +223,106 @@ def test_contribution(name, documents):
         assert_allclose([found[key] for key in keys], [s.sum() / n.sum() for s, n in of_documents], **near(family))
         assert_allclose([found[key] for key in errors], [causes.ratio_error(*s) for s in of_documents], **near(family))
     assert {site for _, site, *_ in found} == ({"layer", "attention", "mlp"} if family.separate else {"layer"})
+
+
+# The linear lens.
+
+FITTED = [30, 20, 25] * 20
+LINEAR = ["lens_accuracy", "lens_loss", "linear_lens_accuracy", "linear_lens_loss"]
+
+
+@pytest.fixture(scope="module")
+def fitting(tmp_path_factory):
+    """A file of 60 other documents, of 1,440 positions with a target."""
+    path = tmp_path_factory.mktemp("fit") / "other.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in causes.texts(FITTED, seed=7)))
+    return str(path)
+
+
+def test_reference_of_a_fixed_map():
+    """Layers 3 and 4 that add nothing: least squares finds the identity; reading states on is reading the model."""
+    family = FAMILIES["llama"]
+    model = zeroed(family.build(), [3, 4], OUTPUTS)
+    ids = ids_of(causes.texts([60]))[0]
+    states, logits = causes.run(model, family, ids)
+    fitted = Ridge(alpha=1e-9).fit(states[2], states[4])
+    assert_allclose(fitted.predict(states[2]), states[4], rtol=1e-6, atol=1e-8)
+    assert_allclose(causes.continued(model, family, ids, states[2]), logits, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_linear_lens(name, documents, fitting):
+    """scikit-learn's ridge on states of the fitting documents; the strength of the ridge is read from the results."""
+    family = FAMILIES[name]
+    model = family.build()
+    results = measured(model, documents, LINEAR, fit=fitting, fit_sequences=60, lens_tokens=None)
+    found = {measure: rows(results, measure) for measure in LINEAR}
+    strengths = results.meta["linear_lens"]["ridge"]
+    fitted = [causes.run(model, family, ids)[0][:, :-1] for ids in ids_of(causes.texts(FITTED, seed=7))]
+    fitted = np.concatenate(fitted, axis=1)  # [L+1, positions with a target, D]
+    ids = ids_of(documents)
+    states = [causes.run(model, family, each)[0] for each in ids]
+    unseen = np.concatenate(states, axis=1)
+    for layer in range(LAYERS + 1):
+        lens = None if layer == LAYERS else Ridge(strengths[layer], solver="cholesky").fit(fitted[layer], fitted[-1])
+        mapped = [of_document[layer] if lens is None else lens.predict(of_document[layer]) for of_document in states]
+        plain = causes.predicted(model, family, ids, [of_document[layer] for of_document in states])
+        linear = causes.predicted(model, family, ids, mapped)
+        for measure, of_plain, of_linear, sign in zip(("accuracy", "loss"), plain, linear, (1, -1), strict=True):
+            here = found[f"linear_lens_{measure}"]
+            sums, counts = causes.totals(of_linear)
+            assert here["mean", "residual", layer, None] == pytest.approx(sums.sum() / counts.sum(), **LENS)
+            error = here["standard_error", "residual", layer, None]
+            assert error == pytest.approx(causes.ratio_error(sums, counts), **LENS)
+            if lens is None:  # the identity
+                last = found[f"lens_{measure}"]["mean", "residual", layer, None]
+                assert here["mean", "residual", layer, None] == pytest.approx(last, rel=1e-12)
+                continue
+            sums, counts = causes.totals(of_linear, of_plain)
+            assert here["gain", "residual", layer, None] == pytest.approx(sign * sums.sum() / counts.sum(), **LENS)
+            error = here["standard_error_of_gain", "residual", layer, None]
+            assert error == pytest.approx(causes.ratio_error(sums, counts), **LENS)
+        if lens is not None:  # on documents that chose nothing, another strength is hardly better
+            missed = [
+                (
+                    (
+                        Ridge(strengths[layer] * factor).fit(fitted[layer], fitted[-1]).predict(unseen[layer])
+                        - unseen[-1]
+                    )
+                    ** 2
+                )
+                for factor in (1e-6, 1e-3, 0.1, 1, 10, 1e3)
+            ]
+            assert missed[3].sum() < 1.1 * min(each.sum() for each in missed)
+
+
+def test_linear_lens_reads_no_document_that_is_measured(documents, fitting, tmp_path):
+    """Measured documents are left out of the file to fit on, and of the measured data when no file is named."""
+    model = FAMILIES["llama"].build()
+    options = {"fit_sequences": 60, "lens_tokens": None, "order": "first", "max_sequences": len(documents)}
+    rest = documents + causes.texts(FITTED, seed=7)
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text("".join(json.dumps({"text": text}) + "\n" for text in rest[::-1]))
+    alone, of_rest, of_mixed = (
+        measured(model, data, LINEAR, **options, **named)
+        for data, named in ((documents, {"fit": fitting}), (rest, {}), (documents, {"fit": str(mixed)}))
+    )
+    for results in (of_rest, of_mixed):
+        assert results.meta["linear_lens"]["positions"] == sum(FITTED) - len(FITTED)
+    for measure in LINEAR:
+        expected, got = rows(alone, measure), rows(of_rest, measure)
+        means = [key for key in expected if key[0] == "mean"]
+        assert_allclose([got[key] for key in means], [expected[key] for key in means], rtol=1e-7)
+    with refused(None, "documents"):
+        measured(model, rest, LINEAR, fit=str(mixed))
+
+
+def test_linear_lens_of_few_positions_warns_with_both_numbers(documents, tmp_path):
+    """Six documents of 24 targets on average, for 32 channels."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(json.dumps({"text": text}) + "\n" for text in causes.texts(FITTED[:6], seed=7)))
+    results = measured(FAMILIES["llama"].build(), documents, LINEAR, fit=str(few))
+    assert any("144" in line and "160" in line for line in results.meta["warnings"])
 
 
 # LayerNorm scaling.
