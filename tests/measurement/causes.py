@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 import transformers as tf
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -18,6 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 WORDS = [f"w{number}" for number in range(60)]
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
 WIDTH, LAYERS = 32, 4
+LENGTHS = [9, 17, 30, 5, 12, 22, 8, 33, 11]
+"""Words of documents, unequal, of at most four multiples of 8 each."""
 MARKS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
 PLAIN = {
     "vocab_size": len(SPECIAL) + len(WORDS),
@@ -118,6 +121,35 @@ def texts(lengths, seed=0):
     return [" ".join(draw.choices(WORDS, k=length)) for length in lengths]
 
 
+def ids_of(documents):
+    """Ids of every document."""
+    return tokenizer()(documents)["input_ids"]
+
+
+def reading(**options):
+    """Arguments of `fulldepth.measure` that make a sequence of each document, several of them padded in a batch."""
+    usual = {"tokenizer": tokenizer(), "one_per_row": True, "sequence_length": 64, "batch_size": 4}
+    return {**usual, **options}
+
+
+def rows(results, measure):
+    """(statistic, site, layer, other) -> value of one measure; `other` is None where there is none."""
+    table = results.table[results.table.measure == measure]
+    return {
+        (row.statistic, row.site, row.layer, None if pd.isna(row.other) else row.other): row.value
+        for row in table.itertuples()
+    }
+
+
+def zeroed(model, layers, paths=("self_attn.o_proj", "mlp.down_proj")):
+    """The Llama with these matrices of these layers (1-based) set to zero."""
+    with torch.no_grad():
+        for layer in layers:
+            for path in paths:
+                model.model.layers[layer - 1].get_submodule(path).weight.zero_()
+    return model
+
+
 def first(output):
     """The tensor that a module returns, alone or first in a tuple."""
     return output[0] if isinstance(output, tuple) else output
@@ -205,10 +237,10 @@ def changes(original, skipped, ids):
 
 
 def effects(model, family, documents, part, cuts, begin=1):
-    """Values of `layer_effect` for one part: (statistic, layer, other) -> value, and the same -> sums by document.
+    """Values of `layer_effect` for one part: (statistic, layer, other) -> value, and the same -> standard error.
 
-    The sums are those behind means: [2, C], over a document's positions, and their number. In the scope `all` the
-    positions from `begin` on are skipped and read, but added losses are means over all positions with a target.
+    In the scope `all` the positions from `begin` on are skipped and read, but added losses are means over all positions
+    with a target. A third mapping has the sums behind means: [2, C], over a document's positions, and their number.
 
     Args:
         model: a causal language model in float64.
@@ -219,7 +251,7 @@ def effects(model, family, documents, part, cuts, begin=1):
         begin: first position (0-based) that is skipped.
     """
     plain = [run(model, family, ids) for ids in documents]
-    values, sums = {}, {}
+    values, errors, sums = {}, {}, {}
     for layer in range(1, LAYERS + 1):
         kept = {}  # (statistic without its scope, scope, other) -> an array for each document
         for ids, original in zip(documents, plain, strict=True):
@@ -236,21 +268,40 @@ def effects(model, family, documents, part, cuts, begin=1):
                     of_document["loss_added", "all", None].append(loss)
             for key, arrays in of_document.items():
                 kept.setdefault(key, []).append(np.concatenate(arrays))
+        later: dict[str, list[Any]] = {"all": [], "future": []}
         for (statistic, scope, other), arrays in kept.items():
             pooled = np.concatenate(arrays)
-            by_document = np.array([(array.sum(), len(array)) for array in arrays]).T
-            if statistic == "effect":
-                values[f"q90_{scope}", layer, other] = np.quantile(pooled, 0.9)
-                values[f"max_{scope}", layer, other] = pooled.max()
             name = {"effect": f"mean_{scope}", "loss_added": "loss_added"}.get(statistic, f"{statistic}_{scope}")
-            values[name, layer, other] = pooled.max() if statistic == "output_change" else pooled.mean()
-            if statistic != "output_change":
-                sums[name, layer, other] = by_document
-    return values, sums
+            if statistic == "output_change":
+                values[name, layer, other] = pooled.max()
+                continue
+            if statistic == "effect":
+                place = f"q90_{scope}", layer, other
+                values[place] = np.quantile(pooled, 0.9)
+                errors[place] = quantile_error(arrays, 0.9)
+                values[f"max_{scope}", layer, other] = pooled.max()
+                later[scope].append(totals(arrays))
+            values[name, layer, other] = pooled.mean()
+            sums[name, layer, other] = totals(arrays)
+        for scope, of_layers in later.items():
+            if of_layers:
+                of_all, counts = np.mean(of_layers, axis=0)
+                values[f"later_{scope}", layer, None] = of_all.sum() / counts.sum()
+                sums[f"later_{scope}", layer, None] = np.array([of_all, counts])
+    errors |= {key: ratio_error(*of_documents) for key, of_documents in sums.items()}
+    return values, errors, sums
+
+
+def totals(arrays, others=None):
+    """Sums and counts by document [2, C] of arrays [T], or of what they exceed `others` by."""
+    differences = arrays if others is None else [a - b for a, b in zip(arrays, others, strict=True)]
+    return np.array([(array.sum(), len(array)) for array in differences]).T
 
 
 def ratio_error(sums, counts):
-    """Standard error of sum(sums) / sum(counts) over independent documents, linearised."""
+    """Standard error of sum(sums) / sum(counts) over independent documents, linearised; nan of a single one."""
+    if len(sums) < 2:
+        return np.nan
     share = sums.sum() / counts.sum()
     deviations = sums - share * counts
     return np.sqrt(len(sums) / (len(sums) - 1) * (deviations**2).sum()) / counts.sum()
@@ -264,6 +315,18 @@ def jackknife_error(sums, counts):
         without.append(sums[kept].sum() / counts[kept].sum())
     without = np.array(without)
     return np.sqrt((len(sums) - 1) / len(sums) * ((without - without.mean()) ** 2).sum())
+
+
+def quantile_error(arrays, share):
+    """Woodruff's standard error of the pooled quantile of arrays by document.
+
+    The share of values up to the quantile has the error e of a mean; the quantiles at share + e and share - e are two
+    errors apart.
+    """
+    pooled = np.concatenate(arrays)
+    error = ratio_error(*totals([array <= np.quantile(pooled, share) for array in arrays]))
+    low, high = np.quantile(pooled, np.clip([share - error, share + error], 0, 1))
+    return (high - low) / 2
 
 
 @torch.no_grad()
@@ -286,7 +349,8 @@ def branches(model, family, ids):
 def contributions(model, family, documents, begin=0):
     """(site, statistic, layer) -> sums over a document's positions [C] and counts [C].
 
-    The statistics are |update| / |stream| and the cosine of the two; positions before `begin` (0-based) do not count.
+    The statistics are |update| / |stream|, the cosine of the two, and that of the stream before and after (of layer and
+    attention); positions before `begin` (0-based) do not count.
     """
     found = {}
     for ids in documents:
@@ -301,7 +365,11 @@ def contributions(model, family, documents, begin=0):
                     continue
                 ratio = norm(update) / norm(stream)
                 cosine = (update * stream).sum(-1) / (norm(update) * norm(stream))
-                for statistic, numbers in (("relative_norm", ratio), ("cosine", cosine)):
+                after = stream + update
+                numbers_of = {"relative_norm": ratio, "cosine": cosine}
+                if site != "mlp":
+                    numbers_of["stream_cosine"] = (stream * after).sum(-1) / (norm(stream) * norm(after))
+                for statistic, numbers in numbers_of.items():
                     sums = found.setdefault((site, statistic, layer), [])
                     sums.append((numbers[begin:].sum(), len(ids) - begin))
     return {key: np.array(sums).T for key, sums in found.items()}
@@ -331,12 +399,6 @@ def predicted(model, family, documents, states):
         right.append((logs.argmax(-1) == targets).astype(float))
         losses.append(-logs[np.arange(len(targets)), targets])
     return right, losses
-
-
-def totals(arrays, others=None):
-    """Sums and counts by document [2, C] of arrays [T], or of what they exceed `others` by."""
-    differences = arrays if others is None else [a - b for a, b in zip(arrays, others, strict=True)]
-    return np.array([(array.sum(), len(array)) for array in differences]).T
 
 
 def scaled_llama(weights, config, ids, skipped=()):
