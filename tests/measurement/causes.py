@@ -175,7 +175,7 @@ def skip_hook(model, family, part, layer, start, stop):
     block = model.get_submodule(family.blocks)[layer - 1]
 
     def zeros(module, args, output):
-        rows = first(output).clone().reshape(-1, WIDTH)  # [T, D], a batch of one
+        rows = first(output).clone().flatten(0, -2)  # [T, D], a batch of one
         rows[start:stop] = 0
         return with_first(output, rows.reshape(first(output).shape))
 
@@ -236,7 +236,7 @@ def changes(original, skipped, ids):
     return relative, divergence, output, (logs[:-1] - logs_skipped[:-1])[targets]
 
 
-def effects(model, family, documents, part, cuts, begin=1):
+def effects(model, family, documents, part, cuts, begin=1, layers=None):
     """Values of `layer_effect` for one part: (statistic, layer, other) -> value, and the same -> standard error.
 
     In the scope `all` the positions from `begin` on are skipped and read, but added losses are means over all positions
@@ -249,10 +249,12 @@ def effects(model, family, documents, part, cuts, begin=1):
         part: layer, attention or mlp.
         cuts: function of a document's length: for each t, how many first positions the scope `future` skips.
         begin: first position (0-based) that is skipped.
+        layers: those that are skipped (1-based); None = all.
     """
+    depth = len(model.get_submodule(family.blocks))
     plain = [run(model, family, ids) for ids in documents]
     values, errors, sums = {}, {}, {}
-    for layer in range(1, LAYERS + 1):
+    for layer in layers or range(1, depth + 1):
         kept = {}  # (statistic without its scope, scope, other) -> an array for each document
         for ids, original in zip(documents, plain, strict=True):
             of_document = {("loss_added", "all", None): []}
@@ -260,7 +262,7 @@ def effects(model, family, documents, part, cuts, begin=1):
                 skipped = run(model, family, ids, part, layer, begin, cut)
                 relative, divergence, output, loss = changes(original, skipped, ids)
                 read = begin if scope == "all" else cut
-                for other in range(layer + 1, LAYERS + 1):
+                for other in range(layer + 1, depth + 1):
                     of_document.setdefault(("effect", scope, other), []).append(relative[other - 1, read:])
                 of_document.setdefault(("divergence", scope, None), []).append(divergence[read:])
                 of_document.setdefault(("output_change", scope, None), []).append(output[read:])
@@ -321,8 +323,10 @@ def quantile_error(arrays, share):
     """Woodruff's standard error of the pooled quantile of arrays by document.
 
     The share of values up to the quantile has the error e of a mean; the quantiles at share + e and share - e are two
-    errors apart.
+    errors apart. It is nan of a single document.
     """
+    if len(arrays) < 2:
+        return np.nan
     pooled = np.concatenate(arrays)
     error = ratio_error(*totals([array <= np.quantile(pooled, share) for array in arrays]))
     low, high = np.quantile(pooled, np.clip([share - error, share + error], 0, 1))
@@ -339,7 +343,7 @@ def branches(model, family, ids):
             branch = block.get_submodule(getattr(family, part))
             keep = outputs.append
             handles.append(
-                branch.register_forward_hook(lambda m, a, o, keep=keep: keep(first(o).reshape(-1, WIDTH).clone()))
+                branch.register_forward_hook(lambda m, a, o, keep=keep: keep(first(o).flatten(0, -2).clone()))
             )
     with hooked(*handles):
         model(input_ids=torch.tensor([ids]), use_cache=False)
@@ -356,7 +360,7 @@ def contributions(model, family, documents, begin=0):
     for ids in documents:
         states, _ = run(model, family, ids)
         attention, mlp = branches(model, family, ids)
-        for layer in range(1, LAYERS + 1):
+        for layer in range(1, len(states)):
             before, a, m = states[layer - 1], attention[layer - 1], mlp[layer - 1]
             np.testing.assert_allclose(before + a + m, states[layer], rtol=1e-6, atol=1e-6)
             middle = before if family.parallel else before + a
