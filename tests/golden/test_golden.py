@@ -11,8 +11,8 @@ from json_files import read_json
 
 TOLERANCE = {"measure": 1e-7, "train": 1e-3, "search": 1e-5}
 """Relative, for machines that round otherwise: some attention has a softmax in float32, and training amplifies it."""
-REORDERED = {"cka": 1e-8}
-"""Measure whose products round otherwise (by up to 4e-9) on machines that agree in all that `tables.machine` asks."""
+REORDERED = {"cka": 2e-7}
+"""Measure whose products, in float32, round otherwise on machines that agree in all that `tables.machine` asks."""
 
 
 def close(found, expected, tolerance):
