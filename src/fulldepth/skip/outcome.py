@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,7 +41,7 @@ def outcome(
     control = plan.control_loss
     noted = plan.document()
     depth = problem.scorer.costs.num_layers
-    chain: list[float | None] = [*plan.losses] or [None] * (count + 1)
+    chain: Sequence[float | None] = plan.losses or [None] * (count + 1)
     losses: list[tuple[int | None, float | None, int, str]] = [
         (None, chain[0], 0, "original"),
         *((min(pick).layer, chain[at], at, "skipped") for at, pick in enumerate(plan.picks, start=1)),

@@ -18,7 +18,8 @@ from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.execution.readers import with_llama_cpp
 from fulldepth.hf import load_checkpoint
-from fulldepth.hf.gguf import load_gguf_config
+from fulldepth.hf.gguf import load_gguf_config, read_header
+from fulldepth.hf.stream_scale import GGUF_ENTRY
 from fulldepth.results import Results
 from fulldepth.skip import export, load
 from fulldepth.skip.exports import export as exporting
@@ -166,8 +167,20 @@ def test_folded_scalars_change_the_output_projections_alone(quantise, gguf_type,
     factors = [1.0]
     for layer in "1234":
         factors.append(factors[-1] * scalars[layer].get("s_att", 1.0) * scalars[layer]["s_mlp"])
-    assert load_gguf_config(report.path).fulldepth_stream_scale == pytest.approx(factors, rel=1e-6)
+    assert read_header(report.path).metadata[GGUF_ENTRY] == pytest.approx(factors, rel=1e-6)
     assert report.bytes == report.path.stat().st_size
+
+
+@pytest.mark.usefixtures("unproven")
+def test_a_file_of_the_layers_that_are_left_states_the_scale_of_their_stream(tmp_path):
+    path, model = source(tmp_path)
+    scalars = planned.scalars([2], 4, "layer", low=0.9, high=1.1)
+    plan = planned.plan(model, [2], "layer", values=scalars)
+    report = export(plan, path, "gguf", tmp_path / "o.gguf")
+    factors = [1.0]
+    for layer in "134":
+        factors.append(factors[-1] * scalars[layer]["s_att"] * scalars[layer]["s_mlp"])
+    assert load_gguf_config(report.path).fulldepth_stream_scale == pytest.approx(factors, rel=1e-6)
 
 
 def test_a_type_that_cannot_be_written_becomes_q8_0():
