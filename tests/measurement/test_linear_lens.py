@@ -346,3 +346,12 @@ def test_command(trained, main, tmp_path):
     code, _, said = main("lens", trained, text, "--fit", "corpus:builtin")
     assert code == 2
     assert "--fit has no effect without --linear" in said
+    code, _, said = main("lens", trained, text, "--linear", "--fit", tmp_path / "missing.txt")
+    assert code == 2
+    assert "There is no file or folder" in said
+    data = ["--data", "corpus:builtin", "--max-sequences", 4, "--set", f"sequence_length={LENGTH}"]
+    named = ["--measures", ",".join(PLAIN + LINEAR), "--fit", "corpus:builtin", "--output", tmp_path / "out"]
+    code, shown, said = main("measure", trained, *data, *named)
+    assert code == 0
+    assert "of corpus:builtin/train that are not measured" in said
+    assert "early layers (1)" in " ".join(shown.lower().split())

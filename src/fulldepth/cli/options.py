@@ -135,7 +135,7 @@ def command(
     return add
 
 
-LOCAL = ("model", "original", "exports", "data", "heldout", "plan")
+LOCAL = ("model", "original", "exports", "data", "heldout", "fit", "plan")
 """Parameters that name models, data or plans."""
 ENDINGS = (".txt", ".jsonl", ".tsv", ".parquet", ".json", ".gguf", ".yaml")
 """Endings that mark a name as a file: names on the Hub do not have them."""
@@ -163,7 +163,7 @@ def check_arguments(values: Mapping[str, Any], results: bool) -> None:
         if is_path and ":" not in text and not Path(text).exists():
             raise FulldepthError(f"There is no file or folder {one_line(text, 300)}.")
     output = values.get("output")
-    check_outside(output, values.get("data"), values.get("heldout"))
+    check_outside(output, values.get("data"), values.get("heldout"), values.get("fit"))
     if not results or output is None or not output.is_dir():
         return
     names = sorted(path.name for path in output.iterdir())
