@@ -11,7 +11,9 @@ from fulldepth.metrics import METRICS, Row
 
 OF_BOXES = ("average_precision",)
 """Measures of detectors, which read predicted and true boxes instead of tokens."""
-NAMES = tuple(name for name in METRICS if name not in OF_BOXES)
+OF_REMOVALS = ("layer_effect",)
+"""Measures of models without a part, which read `Removals` (test_layer_effect.py)."""
+NAMES = tuple(name for name in METRICS if name not in OF_BOXES + OF_REMOVALS)
 TWINS = {"displacement", "cosine", "cka", "norm_ratio", "contribution"}
 """Measures whose result without the first token stands beside the other."""
 

@@ -112,3 +112,18 @@ def test_rows_are_means_maxima_and_errors_by_documents_whatever_the_batches():
     assert influences.keys() >= {("later_all", 1), ("divergence_all", 3), ("loss_added", 2)}
     spread = np.sqrt(12 / 11 * np.square(influences["loss_added", 2]).sum())
     assert_allclose(spread, error(loss[1]), rtol=1e-12)
+    assert {row.statistic for row in rows.values()} <= LayerEffect.units.keys()
+
+
+def test_memory_is_bounded_and_a_reset_starts_afresh():
+    setup = Setup(num_layers=3, width=4, num_sequences=12, num_tokens=60, reservoir_tokens=20)
+    measure = LayerEffect(setup)
+    promised = measure.nbytes
+    measure.update(batch(seeded(5), [7, 8, 9, 10, 11]))
+    measure.rows()
+    measure.reset()
+    measure.update(batch(seeded(6), [0, 1, 2, 3, 4, 5]))
+    fresh = LayerEffect(setup)
+    fresh.update(batch(seeded(6), [0, 1, 2, 3, 4, 5]))
+    assert measure.rows() == fresh.rows()
+    assert measure.nbytes == promised

@@ -79,7 +79,7 @@ def draw_starts(lengths: Tensor, sequence: Tensor, number: int, seed: int) -> Te
 
 @dataclass(frozen=True)
 class Removals:
-    """What removing one part of every layer in turn changes in a batch, at N positions that are read."""
+    """Changes in a batch, at N positions that are read, when one part of every layer is removed in turn."""
 
     part: str
     """`layer`, `attention` or `mlp`."""

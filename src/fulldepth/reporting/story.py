@@ -118,8 +118,8 @@ def paragraph(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     Without displacement there is only the sentence on removal; None if there is none either.
     """
     if not facts.displacement:
-        told = _effect(facts)
-        return {"sentences": [told], "next": _next(meta, facts)} if told else None
+        sentence = _effect(facts)
+        return {"sentences": [sentence], "next": _next(meta, facts)} if sentence else None
     idle = f"{len(facts.idle)} of {facts.layers} layers: {layer_spans(facts.idle)}" if facts.idle else "no layer"
     first = f"Displacement is clearly below {IDLE:g} ({degrees(IDLE):.0f} degrees) in {idle}."
     if not facts.errors:
