@@ -17,6 +17,8 @@ from refusals import refused
 NEAR = {"rtol": 1e-8, "atol": 1e-11}
 PARTS = ["layer", "attention", "mlp"]
 SEPARATE = [name for name, family in FAMILIES.items() if family.separate]
+DESIGNS = {"llama", "gemma2", "gpt_neox", "gpt2"}
+"""Pre-norm, post-norm branches, parallel, biases and learned positions; the other families are slow tests."""
 
 
 def near(family):
@@ -121,7 +123,9 @@ def check_effects(found, model, family, documents, part, cuts, begin=1):
     return {key: errors[key] for key in sums}, sums
 
 
-@pytest.mark.parametrize("name", SEPARATE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DESIGNS else pytest.mark.slow) for name in SEPARATE]
+)
 def test_layer_effect(name, documents):
     """All parts in both scopes. No document has more than four multiples of 8, the number of t that are drawn."""
     family = FAMILIES[name]
