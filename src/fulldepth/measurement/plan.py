@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -201,7 +201,7 @@ def missing(setup: Setup, subject: Subject, has_reference: bool, shows_all: bool
             not without_boxes and (sequences.kind != "objects" or not sequences.num_targets),
             "the data hold no boxes of objects",
         ),
-        "interventions": (bool(no_removal := _no_removal(subject)), no_removal),
+        "interventions": (bool(no_removal := _no_removal(subject, setup.effect_parts)), no_removal),
         "fitted_maps": (
             subject.verified.classifier is not None and not subject.verified.classifier.per_token,
             f"the linear lens reads models that predict tokens, and {kind} predicts one class",
@@ -211,12 +211,16 @@ def missing(setup: Setup, subject: Subject, has_reference: bool, shows_all: bool
     return {name: reason for name, (lacks, reason) in checks.items() if lacks}
 
 
-def _no_removal(subject: Subject) -> str:
+def _no_removal(subject: Subject, parts: Collection[str]) -> str:
     """The reason why no part of a layer can be removed; empty if parts can.
 
-    Encoders are refused: their tokens read later ones, so effects on later tokens alone are not defined.
+    Encoders are refused: their tokens read later ones, so effects on later tokens alone are not defined. A whole layer
+    of a language model can be removed also if its attention and MLP are not known: its output is then its input.
     """
     verified = subject.verified
+    whole = {*parts} == {"layer"} and verified.chained and verified.anatomy.task == "causal-lm"
+    if not verified.branches and whole:
+        return ""
     if not verified.branches:
         return f"attention and MLP are not known ({verified.unproven.get('branches', 'this family names none')})"
     reason = obstacle_to_skipping(verified.anatomy)

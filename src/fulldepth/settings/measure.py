@@ -21,6 +21,8 @@ LINEAR_LENS = ("linear_lens_accuracy", "linear_lens_loss")
 """Measures of the linear lens, which needs text to be fitted on."""
 FITTING = ("fit", "fit_sequences")
 """Settings that say what it is fitted on."""
+OF_EFFECTS = ("effect_parts", "effect_positions", "effect_first")
+"""Settings of layer_effect."""
 SPEED_ONLY = {"batch_size", "device", "device_map"}
 """Settings that do not affect the results."""
 
@@ -88,12 +90,14 @@ class MeasureSettings(ReadingSettings):
     """Names of the model's parts (fields of `fulldepth.hf.Family`), for a family neither listed nor detected."""
 
     @model_validator(mode="after")
-    def _fits_the_linear_lens_only(self) -> MeasureSettings:
-        """Refuse data to fit on where the linear lens is not measured."""
-        given = [name for name in FITTING if getattr(self, name) is not None]
-        if given and not set(LINEAR_LENS) & set(self.measures or ()):
-            names = " or ".join(LINEAR_LENS)
-            raise FulldepthError(f"{self.option(given[0])} has no effect without {names} among --measures.")
+    def _have_their_measure(self) -> MeasureSettings:
+        """Refuse settings of a measure that is computed by name only, and was not named."""
+        for settings, measures in ((FITTING, LINEAR_LENS), (OF_EFFECTS, ("layer_effect",))):
+            fields = type(self).model_fields
+            given = [name for name in settings if getattr(self, name) != fields[name].get_default()]
+            if given and not set(measures) & set(self.measures or ()):
+                names = " or ".join(measures)
+                raise FulldepthError(f"{self.option(given[0])} has no effect without {names} among --measures.")
         return self
 
     @model_validator(mode="before")
