@@ -111,7 +111,7 @@ def main() -> None:
         for number, texts in enumerate(groups_of(asked.data, asked.groups)):
             for kind, function in (("representational", representational), ("causal", causal)):
                 key = {
-                    "model": asked.model,
+                    "model": Path(asked.model).name,
                     "data": Path(asked.data).name,
                     "group": number,
                     "of": asked.groups,

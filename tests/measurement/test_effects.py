@@ -216,7 +216,7 @@ def test_encoders_are_refused(name, texts, checkpoint, picture_folder):
 
 def test_a_model_whose_branches_are_not_proven_is_refused(texts):
     with pytest.raises(FulldepthError, match="attention and MLP are not known"):
-        measured(stock("llama"), texts, anatomy={"blocks": "layers", "final_norm": "norm"})
+        measured(stock("llama"), texts, anatomy={"blocks": "layers", "final_norm": "norm"}, effect_parts=["attention"])
 
 
 def test_the_measure_is_left_out_unless_it_is_named(texts):

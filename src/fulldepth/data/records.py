@@ -18,7 +18,7 @@ from fulldepth.data.images import StoredImage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRecord:
-    """What every row has."""
+    """A row of data: what every kind of row has."""
 
     label: int | None = None
     """Class index, None where unknown."""

@@ -237,9 +237,9 @@ def _products_of_channels(
     total = features[0].new_zeros(2, 2, groups, count, count, dtype=torch.float64)
     products = features[0].new_empty(groups, width, width)
     same = torch.zeros_like(total)
-    pairs = [(one, other) for one in range(count) for other in range(one, count)]
-    for done, (one, other) in enumerate(pairs, start=1):
-        x, y = features[one], features[other]  # [N, D]
+    pairs = [(left_layer, right_layer) for left_layer in range(count) for right_layer in range(left_layer, count)]
+    for done, (left_layer, right_layer) in enumerate(pairs, start=1):
+        x, y = features[left_layer], features[right_layer]  # [N, D]
         for number, tokens in enumerate(of_later):
             torch.mm(x[tokens].T, y[tokens], out=products[number])
         later = products.sum(0)
@@ -247,23 +247,25 @@ def _products_of_channels(
         # Sums of a row in the features' precision, of rows in float64.
         whole = torch.stack([later, every], dim=2)  # [D, D, 2]
         with_whole = torch.bmm(products.transpose(0, 1), whole).sum(0, dtype=torch.float64)  # [G, 2]
-        own = torch.linalg.vector_norm(products, dim=2).double().square().sum(1)  # [G]
-        total[1, :, :, one, other] = torch.stack([with_whole[:, 0], own])
-        total[0, :, :, one, other] = torch.stack([with_whole[:, 1], own])
+        with_itself = torch.linalg.vector_norm(products, dim=2).double().square().sum(1)  # [G]
+        total[1, :, :, left_layer, right_layer] = torch.stack([with_whole[:, 0], with_itself])
+        total[0, :, :, left_layer, right_layer] = torch.stack([with_whole[:, 1], with_itself])
         if first:
             added = ((x[:first] @ every) * y[:first]).sum(1, dtype=torch.float64)
-            total[0, 0, :, one, other].index_add_(0, group[:first], added)
+            total[0, 0, :, left_layer, right_layer].index_add_(0, group[:first], added)
             for number, tokens in enumerate(of_first):
                 between = ((x[tokens] @ products[number]) * y[tokens]).sum(dtype=torch.float64)
-                total[0, 1, number, one, other] += 2 * between + _squared_product(x[tokens], y[tokens])
-        squares = layers[one].squares * layers[other].squares
+                total[0, 1, number, left_layer, right_layer] += 2 * between + _squared_product(x[tokens], y[tokens])
+        squares = layers[left_layer].squares * layers[right_layer].squares
         for view, start in enumerate((0, first)):
-            same[view, :, :, one, other] += torch.zeros_like(own).index_add_(0, group[start:], squares[start:])
+            same[view, :, :, left_layer, right_layer] += torch.zeros_like(with_itself).index_add_(
+                0, group[start:], squares[start:]
+            )
         for sums in (total, same):
-            sums[..., other, one] = sums[..., one, other]
+            sums[..., right_layer, left_layer] = sums[..., left_layer, right_layer]
         advance(done / len(pairs))
-    left = (total - same).sum(2)[:, 0].diagonal(dim1=1, dim2=2)  # [2, S]
-    if bool((left < CANCELS * same.sum(2)[:, 0].diagonal(dim1=1, dim2=2)).any()):
+    remaining = (total - same).sum(2)[:, 0].diagonal(dim1=1, dim2=2)  # [2, S]
+    if bool((remaining < CANCELS * same.sum(2)[:, 0].diagonal(dim1=1, dim2=2)).any()):
         return None
     return total - same
 

@@ -218,13 +218,13 @@ class Figure:
 
     def finished(self, drawn: Mapping[str, go.Figure]) -> Figures:
         """Name -> figure, with the record's title and reading where the drawing has none."""
-        for one in drawn.values():
-            about = one.layout.meta
+        for drawing in drawn.values():
+            about = drawing.layout.meta
             about["title"] = about["title"] or self.title or f"{self.quantity} per layer"
             about["subtitle"] = about["subtitle"] or self.reading
             about["beside"] = about["beside"] or self.beside
-            one.update_layout(title={"text": about["title"], "subtitle": {"text": about["subtitle"]}})
-        return {f"{self.name}:{key}" if key else self.name: one for key, one in drawn.items()}
+            drawing.update_layout(title={"text": about["title"], "subtitle": {"text": about["subtitle"]}})
+        return {f"{self.name}:{key}" if key else self.name: drawing for key, drawing in drawn.items()}
 
 
 @cache
@@ -235,8 +235,8 @@ def every_record() -> tuple[Figure, ...]:
 
 def readings(drawings: Iterable[tuple[str, go.Figure | None]]) -> Figures:
     """Key -> figure, for the drawings that have data; the first key becomes "", so that its name has no suffix."""
-    drawn = [(key, one) for key, one in drawings if one is not None]
-    return {key if index else "": one for index, (key, one) in enumerate(drawn)}
+    drawn = [(key, drawing) for key, drawing in drawings if drawing is not None]
+    return {key if index else "": drawing for index, (key, drawing) in enumerate(drawn)}
 
 
 def lines(record: Figure, source: PageSource) -> Figures:

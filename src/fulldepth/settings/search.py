@@ -202,7 +202,7 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
 
     @property
     def computes_losses(self) -> bool:
-        """Whether the loss after each removal is computed."""
+        """Return True if the loss after each removal is computed."""
         return self.fit or self.search not in ONE_PASS if self.losses is None else self.losses
 
     @property
