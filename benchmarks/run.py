@@ -18,10 +18,9 @@ import torch
 
 import costs
 from fulldepth.core.distributed import Processes
-from fulldepth.execution import body_inputs, capture
+from fulldepth.core.progress import Watcher
 from fulldepth.execution.batching import model_inputs
-from fulldepth.measurement.lens_reader import LensReader
-from fulldepth.measurement.passes import Clock, feed, observe, run_pass, weigh
+from fulldepth.measurement.passes import Clock, run_pass, weigh
 from fulldepth.measurement.plan import make_plan
 from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import cka_matrix, linear_cka, separability
@@ -56,31 +55,16 @@ def against_forward(size: str, names: list[str], count: int) -> tuple[float, flo
 @torch.inference_mode()
 def lens(size: str, count: int) -> tuple[float, float]:
     """(seconds of the bare products of all layers with the head, seconds of the lens measures), batch by batch."""
-    names = ["lens_accuracy", "lens_loss", "saturation", "effective_depth"]
-    it, settings = subject(size, count, lens_tokens=None, measures=names)
-    plan = make_plan(it, Counting.of(it, "auto"), settings)
-    head = it.model.get_output_embeddings()
-    products = measured = 0.0
-    clock, reader = Clock(), LensReader(it, settings, Processes())
-    for batch in it.sequences.batches(BATCH):
-        with capture(it.anatomy, ["residual"]) as activations:
-            it.anatomy.body(**body_inputs(it.anatomy, model_inputs(batch.inputs, it.device, torch.float32)))
-            states = {"residual": activations.stack("residual")}
-        rows = [layer.flatten(0, 1)[:-BATCH] for layer in states["residual"]]  # as many positions as have a target
-        products += timed(lambda rows=rows: [head(part) for layer in rows for part in layer.split(128)])
-        measured += timed(
-            lambda states=states, batch=batch: feed(
-                plan, observe(it, plan.counting, batch, states, [states["residual"]], reader), clock
-            )
-        )
-    return products, measured
+    bench = costs.Bench(size, count * LENGTH, time.perf_counter)
+    _, products, parts, _ = bench.measured(costs.LENS, bench.products(), lens_tokens=None, grid_samples=0)
+    return sum(products), parts["lens (shared)"]
 
 
 def weights(size: str) -> float:
     """Seconds of the spectral norms of every projection."""
     it, settings = subject(size, 2, measures=["spectral_norm"])
     plan = make_plan(it, Counting.of(it, "auto"), settings)
-    return timed(lambda: weigh(it, plan, Processes(), Clock()))
+    return timed(lambda: weigh(it, plan, Processes(), Clock(), lambda done: None))
 
 
 def probes(size: str) -> float:
@@ -115,8 +99,8 @@ def peak(size: str, what: str, count: int) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the preparation
     with torch.inference_mode():
         if what == "measure":
-            run_pass(it, plan, settings, Processes(), Clock())
-            weigh(it, plan, Processes(), Clock())
+            run_pass(it, plan, settings, Processes(), Clock(), watcher=Watcher())
+            weigh(it, plan, Processes(), Clock(), lambda done: None)
             [measure.rows() for measure in plan.measures.values()]
         else:
             for batch in it.sequences.batches(BATCH):
