@@ -45,9 +45,10 @@ from fulldepth.hf.finder import towers
 MOST_REASONS = 3
 """Reasons that a refusal lists."""
 DESCRIBE = (
-    ". Describe it in the settings of measure (anatomy.blocks=PATH, and anatomy.attention, anatomy.mlp, anatomy.head "
-    "where they are known; without these the residual stream alone is measured). A network of several stages has no "
-    "single residual stream, and cannot be measured; fulldepth.metrics has the measures as functions of states."
+    ". `fulldepth measure` can be told where its parts are (--set anatomy.blocks=PATH, and anatomy.attention, "
+    "anatomy.mlp, anatomy.head where they are known; without these the residual stream alone is measured). A network "
+    "of several stages has no single residual stream, and cannot be measured; fulldepth.metrics has the measures as "
+    "functions of states."
 )
 
 

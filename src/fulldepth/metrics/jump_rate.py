@@ -65,8 +65,8 @@ def describe_jump(value: float, error: float = 0.0) -> str:
 class JumpRate(Means):
     """zeta_l for every layer l = 2..L, from the mean displacements of the residual stream, with its standard error.
 
-    The error is that of the sum of the differences that are not below 0 by more than their error. A jackknife of the
-    clamped sum would be 0, or nearly so, where a difference is below 0 by chance.
+    The error is that of the sum over the differences whose 95 % interval (Student's t) reaches above 0. A jackknife of
+    the clamped sum would be 0, or nearly so, where a difference is below 0 by chance.
     """
 
     name = "jump_rate"

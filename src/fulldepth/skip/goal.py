@@ -55,7 +55,7 @@ class Goal:
     gains: Mapping[Block, float]
     """Block -> its gain, above 0."""
     needed: float
-    """Sum of gains; infinite for `max_loss`."""
+    """Sum of gains that must be reached; infinite for `max_loss`."""
     most_loss: float = math.inf
     """Nats that may be added to the loss."""
     notes: Mapping[str, Any] = field(default_factory=dict)
@@ -71,7 +71,11 @@ class Goal:
         return left if left > REACHED else 0.0
 
     def round_of(self, costs: Costs, removed: Variant) -> dict[Variant, float]:
-        """The candidates of a round with their gains, of which no more counts than is left; blocks are counted out."""
+        """The candidates of a round with their gains.
+
+        Of a gain no more counts than is left to the goal. Where blocks are counted, a candidate that removes more of
+        them than are left is no candidate.
+        """
         left = self.left(removed)
         gains = {variant: self.gain(variant - removed) for variant in costs.candidates(removed)}
         exact = self.target == "blocks"
@@ -199,7 +203,7 @@ class SwitchedRunner(Runner):
 
 
 def measured(scorer: Scorer, settings: SearchSettings, watcher: Watcher) -> dict[str, float]:
-    """Kind of block -> the gain of one block in time, see the docstring of this module.
+    """Time the model without all blocks of a kind: kind -> the gain of one block (see the docstring of this module).
 
     The context is shortened to the model's positions.
     """

@@ -100,7 +100,8 @@ class Subject:
                 data. The anatomy is then proven on a small artificial batch, when it is asked for.
             settings: how the model and its tokenizer are loaded.
             needs: what is refused if it is missing. `language`: a causal language model; `targets`: a model that
-                predicts tokens or one class, and data with targets; `head`, `branches`: these parts proven;
+                predicts tokens or one class, and data with targets; `head`, `branches`: these parts proven, without
+                data when `verified` is first asked for;
                 `tokenizer`: a tokenizer, opened at once; `plain`: the checkpoint's own weights alone, without
                 adapters around them and without heads of single layers, which are not loaded.
             tokenizer: a tokenizer, its folder or Hub name; None = that of the settings, or the checkpoint's own.
