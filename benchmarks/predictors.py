@@ -6,7 +6,8 @@ TEXTS (a folder or file that `fulldepth measure` reads) is divided into disjoint
 each measure is taken, and the loss in nats that the removal of each single layer adds (`layer_effect`, statistic
 `loss_added`, removed at every position). Spearman's correlation over the layers but the last compares a measure on one
 group with the cost on the next one, so no document is in both. The table states the mean over the groups and its
-standard error, which is over documents: the layers of a model are all there are. Every measured group is a line of
+standard error, which is over documents: the layers of a model are all there are. The row `loss_added` is the cost
+itself, on other documents: no measure can be expected to do better. Every measured group is a line of
 FOLDER/predictors.jsonl, so a further run measures only what is missing; without MODEL the stored lines are printed.
 """
 
@@ -59,7 +60,7 @@ def representational(model: str, texts: list[str], **settings: Any) -> dict[str,
     taken = fulldepth.measure(model, texts, measures=REPRESENTATIONAL, **settings)
     loss = by_layer(taken, "lens_loss", "mean", "residual")
     table = taken.table
-    cka = table[(table.measure == "cka") & (table.site == "residual") & (table.other == table.layer - 1)]
+    cka = table[(table.measure == "cka") & (table.statistic == "debiased") & (table.other == table.layer - 1)]
     cosine = by_layer(taken, "contribution", "cosine", "layer")
     return {
         "depth (number of the layer)": {layer: float(layer) for layer in loss if layer},

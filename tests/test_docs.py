@@ -571,8 +571,6 @@ def test_the_table_of_predictors_is_that_of_the_stored_groups():
                 values.setdefault(line["group"], {}).update(line["values"])
         groups = [values[group] for group in sorted(values)]
         for name in groups[0]:
-            if name == "loss_added":
-                continue
             found = []
             for group, following in zip(groups, groups[1:] + groups[:1], strict=True):
                 layers = sorted(following["loss_added"], key=int)[:-1]
