@@ -209,6 +209,28 @@ def page(name):
     return (DOCS / f"{name}.md").read_text()
 
 
+def sentences_on_causes():
+    """What the tutorial says of removed layers and of the linear lens."""
+    known = read_json(GALLERY / "causes.json")["smollm2"]
+    effects = known["effects"]
+    later, added, now, future = (
+        {int(layer): values for layer, values in effects[name].items()}
+        for name in ("later_future", "loss_added", "divergence_all", "divergence_future")
+    )
+    assert min(added, key=lambda layer: added[layer][0]) == 18
+    assert future[29][0] < 0.01 * now[29][0]
+    changes = ["{:.1f} ± {:.1f} %".format(*(100 * part for part in later[layer])) for layer in (1, 2, 29)]
+    costs = ["{:.2f} ± {:.2f}".format(*added[layer]) for layer in (29, 18)]
+    gain = "{:.1f} ± {:.1f}".format(*(100 * part for part in known["gain"]))
+    return [
+        f"Without layer 1, what later layers add at later tokens changes by {changes[0]}; without layer 2 by "
+        f"{changes[1]}, without layer 29 by {changes[2]}.",
+        f"Removing layer 29 adds {costs[0]} nats, nearly all of it at the token where the layer is missing. Layer 18 "
+        f"adds least in this sample, {costs[1]} nats.",
+        f"layers in the first half are right in {gain} % more of the tokens",
+    ]
+
+
 def test_every_number_of_the_tutorial():
     """The sentences are written again from the stored results; what is left of the prose states no number."""
     m = Measured("smollm2")
@@ -253,6 +275,7 @@ def test_every_number_of_the_tutorial():
         f"The export has {(parameters - 3 * attention) / 1e6:.1f} million parameters instead of {parameters / 1e6:.1f}",
         f"{(last - 3) * cache:,} bytes a token instead of {last * cache:,}.",
         "(1 - cos) / 2",
+        *sentences_on_causes(),
     ]
     prose = prose_of(page("tutorial"), r"`[^`]*`|\]\([^)]*\)", "SmolLM2-135M")
     for sentence in sentences:
