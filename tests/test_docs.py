@@ -20,8 +20,9 @@ import pandas as pd
 import pytest
 import torch
 from pydantic import BaseModel
-from scipy.stats import norm, rankdata
+from scipy.stats import norm
 
+from causes_in_docs import sentences_on_causes
 from data.conftest import jsonl
 from families import zoo
 from json_files import read_json
@@ -207,28 +208,6 @@ def test_the_readmes_first_numbers():
 
 def page(name):
     return (DOCS / f"{name}.md").read_text()
-
-
-def sentences_on_causes():
-    """What the tutorial says of removed layers and of the linear lens."""
-    known = read_json(GALLERY / "causes.json")["smollm2"]
-    effects = known["effects"]
-    later, added, now, future = (
-        {int(layer): values for layer, values in effects[name].items()}
-        for name in ("later_future", "loss_added", "divergence_all", "divergence_future")
-    )
-    assert min(added, key=lambda layer: added[layer][0]) == 18
-    assert future[29][0] < 0.01 * now[29][0]
-    changes = ["{:.1f} ± {:.1f} %".format(*(100 * part for part in later[layer])) for layer in (1, 2, 29)]
-    costs = ["{:.2f} ± {:.2f}".format(*added[layer]) for layer in (29, 18)]
-    gain = "{:.1f} ± {:.1f}".format(*(100 * part for part in known["gain"]))
-    return [
-        f"Without layer 1, what later layers add at later tokens changes by {changes[0]}; without layer 2 by "
-        f"{changes[1]}, without layer 29 by {changes[2]}.",
-        f"Removing layer 29 adds {costs[0]} nats, nearly all of it at the token where the layer is missing. Layer 18 "
-        f"adds least in this sample, {costs[1]} nats.",
-        f"layers in the first half are right in {gain} % more of the tokens",
-    ]
 
 
 def test_every_number_of_the_tutorial():
@@ -570,38 +549,6 @@ def test_relative_links_lead_somewhere(path):
         generated = re.fullmatch(r"gallery/([\w-]+)\.html", link)
         target = file.parent / (f"gallery/{generated[1]}/results.json" if generated else link)
         assert "://" in link or target.exists(), link
-
-
-def test_every_name_that_the_architecture_points_to_is_defined_there():
-    section = (ROOT / "docs" / "architecture.md").read_text().split("## Where to look")[1].split("\n## ")[0]
-    rows = [line.split("|")[2:4] for line in section.splitlines() if line.startswith("|") and "`" in line.split("|")[2]]
-    assert len(rows) > 15
-    for files, names in rows:
-        source = "\n".join((ROOT / "src" / "fulldepth" / file).read_text() for file in re.findall("`([^`]+)`", files))
-        for name in re.findall("`([^`]+)`", names):
-            assert re.search(rf"^ *(def|class) {name}\b|^{name}\b.* = ", source, re.MULTILINE), name
-
-
-def test_the_table_of_predictors_is_that_of_the_stored_groups():
-    """Spearman's correlation over the layers, of a group's measure with the next group's cost, by scipy's ranks."""
-    lines = [json.loads(line) for line in (DOCS / "predictors.jsonl").read_text().splitlines()]
-    models = list(dict.fromkeys(line["key"]["model"] for line in lines))
-    table = (DOCS / "results.md").read_text().split("<!-- predictors -->")[1].split("<!-- end -->")[0]
-    for column, model in enumerate(models, start=1):
-        values = {}
-        for line in lines:
-            if line["key"]["model"] == model:
-                values.setdefault(line["group"], {}).update(line["values"])
-        groups = [values[group] for group in sorted(values)]
-        for name in groups[0]:
-            found = []
-            for group, following in zip(groups, groups[1:] + groups[:1], strict=True):
-                layers = sorted(following["loss_added"], key=int)[:-1]
-                ranks = [rankdata([part[layer] for layer in layers]) for part in (group[name], following["loss_added"])]
-                found.append(np.corrcoef(*ranks)[0, 1])
-            error = np.std(found, ddof=1) / len(found) ** 0.5
-            (row,) = [line for line in table.splitlines() if line.startswith(f"| {name} |")]
-            assert row.split("|")[column + 1].strip() == f"{np.mean(found):+.2f} ± {error:.2f}", (model, name)
 
 
 def test_the_text_is_made_by_the_benchmark(tmp_path, monkeypatch):

@@ -203,11 +203,12 @@ def test_words_are_marked_and_missing_ones_reported(number_tokenizer):
     assert data.warnings == ["The word 'w9' occurs nowhere in the sequences."]
 
 
+BY_ORDER = "they are matched by their order."
 FOLLOWED = [
     (["POS", "neutral", "NEG"], [2, 0, 2], None),
     (["NEG", "Neg", "neg", "pos"], [1, 3, 1], None),  # the same spelling comes first
     *(
-        ([a, b], [0, 1, 0], (f"The data's classes (Neg, pos) are not the model's ({a}, {b}); taken in order.",))
+        ([a, b], [0, 1, 0], (f"The data's classes (Neg, pos) are not the model's ({a}, {b}); {BY_ORDER}",))
         for a, b in (("LABEL_0", "LABEL_1"), ("cat", "dog"))  # names that say nothing, and other names
     ),
 ]

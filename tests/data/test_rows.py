@@ -138,7 +138,7 @@ def test_splits_and_streams():
     for read, named in (
         (open_source, "limit"),
         (lambda _: open_source(splits, split="test"), "train, validation"),
-        (open_documents, "Give a Dataset"),
+        (open_documents, "Give a `datasets.Dataset`"),
         (lambda _: open_documents([{"prompt": "a", "response": "b"}]), "rows row 1 has no column text"),
     ):
         with refused(named):

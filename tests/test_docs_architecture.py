@@ -1,0 +1,45 @@
+"""Names that docs/architecture.md points to, and the table of docs/results.md that a benchmark wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+from scipy.stats import rankdata
+
+from places import ROOT
+
+DOCS = ROOT / "docs"
+
+
+def test_every_name_that_the_architecture_points_to_is_defined_there():
+    section = (ROOT / "docs" / "architecture.md").read_text().split("## Where to look")[1].split("\n## ")[0]
+    rows = [line.split("|")[2:4] for line in section.splitlines() if line.startswith("|") and "`" in line.split("|")[2]]
+    assert len(rows) > 15
+    for files, names in rows:
+        source = "\n".join((ROOT / "src" / "fulldepth" / file).read_text() for file in re.findall("`([^`]+)`", files))
+        for name in re.findall("`([^`]+)`", names):
+            assert re.search(rf"^ *(def|class) {name}\b|^{name}\b.* = ", source, re.MULTILINE), name
+
+
+def test_the_table_of_predictors_is_that_of_the_stored_groups():
+    """Spearman's correlation over the layers, of a group's measure with the next group's cost, by scipy's ranks."""
+    lines = [json.loads(line) for line in (DOCS / "predictors.jsonl").read_text().splitlines()]
+    models = list(dict.fromkeys(line["key"]["model"] for line in lines))
+    table = (DOCS / "results.md").read_text().split("<!-- predictors -->")[1].split("<!-- end -->")[0]
+    for column, model in enumerate(models, start=1):
+        values = {}
+        for line in lines:
+            if line["key"]["model"] == model:
+                values.setdefault(line["group"], {}).update(line["values"])
+        groups = [values[group] for group in sorted(values)]
+        for name in groups[0]:
+            found = []
+            for group, following in zip(groups, groups[1:] + groups[:1], strict=True):
+                layers = sorted(following["loss_added"], key=int)[:-1]
+                ranks = [rankdata([part[layer] for layer in layers]) for part in (group[name], following["loss_added"])]
+                found.append(np.corrcoef(*ranks)[0, 1])
+            error = np.std(found, ddof=1) / len(found) ** 0.5
+            (row,) = [line for line in table.splitlines() if line.startswith(f"| {name} |")]
+            assert row.split("|")[column + 1].strip() == f"{np.mean(found):+.2f} ± {error:.2f}", (model, name)
