@@ -176,7 +176,8 @@ def test_progress_of_another_search_is_refused(model, examples, tmp_path):
 
 @pytest.mark.parametrize("name", ["greedy", "taylor"])
 def test_damaged_progress_is_refused_or_does_not_matter(model, examples, tmp_path, name):
-    options = {**UNFITTED, "search": name, "output": tmp_path / "out", "resume": True, "losses": True}
+    options = {**UNFITTED, "search": name, "output": tmp_path / "out", "resume": True}
+    options |= {"losses": True} if name == "taylor" else {}  # a ranking alone stores no losses
     with pytest.raises(Killed):
         search(model, examples, watcher=stopping(8), **options)
     path, rng, messages = tmp_path / "out" / PROGRESS, random.Random(0), []
