@@ -94,3 +94,29 @@ def test_a_healing_that_is_refused_before_a_step_leaves_its_folder_free(tmp_path
     assert code != 0
     assert "fewer than one sequence" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "plan.json", "short.jsonl"]
+
+
+def test_a_ranking_without_losses_is_healed_and_nothing_is_said_of_its_losses(tmp_path, main, monkeypatch):
+    """The losses of the healing are those of a stock forward pass on rows that it did not fit."""
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
+    tiny_models.build("llama").save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    rows = [words(*((n + i) % 8 for i in range(24))) for n in range(40)]
+    jsonl(tmp_path / "text.jsonl", *({"text": row} for row in rows))
+    data = ["--data", tmp_path / "text.jsonl", "--sequence-length", "16"]
+    search = ["--search", "cosine", "--blocks", "1", "--no-fit", "-o", tmp_path / "plan"]
+    code, _, said = main("skip", "search", tmp_path / "model", *data, *search)
+    assert code == 0, said
+    plan = Plan.load(tmp_path / "plan")
+    assert not plan.losses
+    code, _, said = main(
+        "skip", "heal", tmp_path / "plan", tmp_path / "model", *data, "--steps", "0", "-o", tmp_path / "h"
+    )
+    assert code == 0, said
+    results = Results.load(tmp_path / "h")
+    assert not any("removed blocks are the search's" in line for line in results.meta["warnings"])
+    healed = AutoModelForCausalLM.from_pretrained(tmp_path / "h")
+    examples = read_examples(str(tmp_path / "text.jsonl"), tokenizer(), 64, sequence_length=16)
+    unseen = split_rows(plan, examples, False, 0)[2]
+    stated = results.values("loss", "mean", "model", model="refitted").item()
+    assert stated == pytest.approx(plain.loss(healed, unseen, (), "layer"), abs=1e-4)

@@ -223,7 +223,7 @@ def outcome(healing: Healing, plan: Plan) -> Results:
     warnings = list(healing.examples.meta.get("warnings", []))
     if plan.healed_loss is not None and plan.data["hash"] == healing.examples.meta.get("hash"):
         warnings.append("The plan's scalars were trained on some of the rows that healing is measured on.")
-    if remark := in_sample(plan):
+    if plan.losses and (remark := in_sample(plan)):
         warnings.append(f"Losses by number of removed blocks are the search's. {remark}")
     document = {
         **provenance(KIND, healing.settings.model_dump(), seed=healing.settings.seed),
