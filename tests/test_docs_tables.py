@@ -1,4 +1,4 @@
-"""Names that docs/architecture.md points to, and the table of docs/results.md that a benchmark wrote."""
+"""Tables of the documentation: names that docs/architecture.md points to, and what a benchmark gave results.md."""
 
 from __future__ import annotations
 
