@@ -38,8 +38,10 @@ ARROWS = {
     "__init__": NOUNS | VERBS | {"cli", "reporting", "settings", "subject"},
 }
 """Package -> the packages that it may import, besides itself and `core`."""
-EXCEPTIONS = {"fulldepth.skip.heal": {"training"}}
-"""Module -> further packages, of which it imports only what their `__init__` shows: healing trains a model."""
+EXCEPTIONS = {"fulldepth.skip.heal": {"training"}, "fulldepth.skip.tasks": {"evaluation"}}
+"""Module -> further packages, of which it imports only what their `__init__` shows: healing trains a model, and reads
+tasks.
+"""
 LAZY = {SOURCE / "__init__.py", *(SOURCE / "cli").glob("*.py")}
 """May import rooms of ours when called, so that `--help` and `import fulldepth` need no torch."""
 OPTIONAL = {"bitsandbytes", "gguf", "lm_eval", "peft", "pycocotools", "torchao", "trl", "xllamacpp"}

@@ -12,7 +12,8 @@ from transformers import GenerationConfig
 from fulldepth.core.progress import Watcher
 from fulldepth.data.conversations import conversations
 from fulldepth.data.examples import read_examples
-from fulldepth.skip.responses import GumbelNoise, generate_responses, read_prompts
+from fulldepth.skip.responses import generate_responses, read_prompts
+from fulldepth.skip.sampling import GumbelNoise
 from refusals import refused
 from skip.word_tokenizer import ASSISTANT, BOS, CHAT, EOS, LINE, USER, VOCABULARY, ids, tokenizer, words
 from tiny_models import build
@@ -97,7 +98,7 @@ def test_samples_have_the_distribution_of_the_softmax():
     """Chi-square of 4,000 first tokens against softmax(logits / temperature)."""
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0, 1.5])
     for temperature in (0.7, 2.0):
-        noise = GumbelNoise(temperature, 5, range(4000))
+        noise = GumbelNoise(temperature, [(5, row) for row in range(4000)])
         drawn = noise(torch.zeros(4000, 1), logits.expand(4000, -1)).argmax(-1)
         expected = (logits.double() / temperature).softmax(-1).numpy() * 4000
         assert stats.chisquare(np.bincount(drawn, minlength=5), expected).pvalue > 1e-3

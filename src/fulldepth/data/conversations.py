@@ -32,6 +32,8 @@ ROLES = {role: role for role in ("system", "developer", "user", "assistant", "to
 EXPECTED = " or ".join([*CHAT_COLUMNS, *(" + ".join(pair) for pair in PROMPT_COLUMNS)])
 PROBE = "fulldepth-response"
 """A response that no chat template rewrites."""
+MARKS = 2
+"""Occurrences in a conversation of three turns from which on a token marks turns."""
 CLOSED = re.compile(r"(</|\[/)[^<>\[\]]*[>\]]\Z|<[^<>|]+\|>\Z")
 """The end of a mark that closes what it opens: `<think></think>`, `</think>`, `<|channel>thought<channel|>`."""
 CHUNK = 1000
@@ -444,6 +446,44 @@ def _common(first: str, second: str) -> int:
     """The number of characters with which both texts begin."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+class UserTurn(NamedTuple):
+    """What a chat template writes around the text of the first user's turn."""
+
+    opening: str
+    """All before it, such as a system prompt and the mark of a turn."""
+    closing: str
+    """All behind it, up to where the answer begins."""
+
+
+def user_turn(tokenizer: Any) -> UserTurn:
+    """The user's turn of a chat template.
+
+    Raises:
+        FulldepthError: if the template refuses a single user's turn, or changes its text.
+    """
+    rendered = _render(tokenizer, [{"role": "user", "content": PROBE}], "A user's turn", answer=True)
+    opening, found, closing = rendered.partition(PROBE)
+    if not found or PROBE in closing:
+        raise FulldepthError("The tokenizer's chat template rewrites the user's turn, so its beginning is not known.")
+    return UserTurn(opening, closing)
+
+
+def document_start(tokenizer: Any) -> int | None:
+    """The special token with which a document begins; None if the tokenizer has none.
+
+    It is the first of the tokenizer's BOS, EOS, padding and unknown tokens that does not mark the turns of its chat
+    template: models are trained with one token between documents, and it is often both BOS and EOS.
+    """
+    rendered = ""
+    if tokenizer.chat_template:
+        turns = [{"role": role, "content": PROBE} for role in ("user", "assistant", "user")]
+        rendered = _render(tokenizer, turns, "A conversation", answer=True)
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    tokens = [token for name in names if isinstance(token := getattr(tokenizer, name, None), str) and token]
+    unmarked = (token for token in tokens if rendered.count(token) < MARKS)
+    return next((int(tokenizer.convert_tokens_to_ids(token)) for token in unmarked), None)
 
 
 def reasoning_mark(tokenizer: Any) -> str:

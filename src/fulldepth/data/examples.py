@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from fulldepth.data.conversations import read_conversations, response_examples
 from fulldepth.data.corpus import CORPUS
 from fulldepth.data.drawing import cut_windows
 from fulldepth.data.files import TABLES
+from fulldepth.data.mixture import Mixture
 from fulldepth.data.opening import PIECES, is_cut, open_data, sampled_texts
 from fulldepth.data.tokens import Frame, check_positions, check_vocabulary
 
@@ -26,6 +27,9 @@ HELDOUT_SHARE = 5
 DEFAULT_LENGTH = 256
 MOST_WINDOWS = 1 << 40
 """Windows without a limit."""
+PAIRS = "pairs"
+TEXT = "text"
+MIXED = "mixed"
 EXPECTED = "prompt + response, messages, or text"
 
 
@@ -56,7 +60,7 @@ class _Part(NamedTuple):
 
     name: str
     kind: str
-    """`pairs` (chats too) or `text`."""
+    """`pairs` (chats too), `text`, or `mixed` for sources of both kinds."""
     unit: str
     """What an independent unit is: a `row`, a `document`, or a `piece of text`."""
     examples: list[Example]
@@ -97,16 +101,16 @@ def read_examples(
     Args:
         data: rows with a prompt and a response or with messages (as `fulldepth.data.conversations` reads), rows with
             `text` or `sentence`, `.txt` files, `corpus:builtin` (its held-out part) or `corpus:builtin/train`, a list
-            of texts or of mappings. Long plain text is several documents (`fulldepth.data.opening.text_pieces`). None
-            = held-out data only.
+            of texts or of mappings. Long plain text is several documents (`fulldepth.data.opening.text_pieces`).
+            Several sources, with shares of the rows: `a.jsonl=0.7,b.txt=0.3` or a `Mixture`. None = held-out data only.
         tokenizer: the model's; its chat template, if it has one, is used for pairs too.
         max_positions: most tokens that the model can read; None = any length.
-        heldout: data for scoring, of the same kinds; None = a seeded fifth of the rows or documents of `data`.
+        heldout: data for scoring, of the same kinds; None = a seeded fifth of the rows or documents of each source.
         seed: seed of that fifth.
         sequence_length: tokens of a window of text, None = 256 or the model's positions if fewer; if given, also the
             most tokens of a pair.
-        limit: most rows of each source, a uniform sample; of text, most windows, a uniform sample of all text, each
-            within one document. None = all.
+        limit: most rows (of several sources: of all together), a uniform sample; of text, most windows, a uniform
+            sample of all text, each within one document. None = all.
         vocab_size: rows of the model's embedding; None = not checked.
 
     Raises:
@@ -121,35 +125,26 @@ def read_examples(
         raise FulldepthError("The data are text, and the model has no tokenizer. Give one.")
     longest = sequence_length or max_positions
     window = sequence_length or min(DEFAULT_LENGTH, max_positions or DEFAULT_LENGTH)
-    read = partial(_read, tokenizer=tokenizer, longest=longest, window=window, limit=limit, seed=seed)
-    second = None if heldout is None else read(heldout)
-    first = second if second and data is None else read(data)
-    if first is second:
-        first = first._replace(examples=[])
-    elif second is None:
-        documents = list(dict.fromkeys(example.document for example in first.examples))
-        if len(documents) < 2:
-            raise FulldepthError(
-                f"{first.name} holds one {first.unit}, so none can be held out to "
-                "score with. Give more, or a held-out file."
-            )
-        order = np.random.default_rng(seed).permutation(documents).tolist()
-        held_documents = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
-        kept, other = ([e for e in first.examples if (e.document in held_documents) == part] for part in (False, True))
-        second = first._replace(name=f"a seeded fifth of {first.name}", examples=other, warnings=())
-        first = first._replace(examples=kept)
+    read = partial(_read, tokenizer=tokenizer, longest=longest, window=window, seed=seed)
+    scored = None if heldout is None else _read_all(heldout, limit, read)
+    parts = [] if data is None else _read_all(data, limit, read)
+    if scored is None:
+        split = [_held_out(part, seed) for part in parts]
+        parts, scored = ([pair[place] for pair in split] for place in (0, 1))
+    second = _joined(scored)
+    first = _joined(parts) if parts else second._replace(examples=[])
     highest = max(int(example.input_ids.max()) for example in (*first.examples, *second.examples))
     warnings = list(dict.fromkeys([*first.warnings, *second.warnings]))
     warnings += check_vocabulary(highest, tokenizer, vocab_size)
-    trained, scored = (
+    fitted_rows, scored_rows = (
         [id_bytes(scored_example.input_ids) + id_bytes(scored_example.labels) for scored_example in part.examples]
         for part in (first, second)
     )
-    known = set(trained)
-    if shared := sum(content in known for content in scored):
-        warnings.append(f"{shared} of the {len(scored)} held-out examples are also among those to fit on.")
+    known = set(fitted_rows)
+    if shared := sum(content in known for content in scored_rows):
+        warnings.append(f"{shared} of the {len(scored_rows)} held-out examples are also among those to fit on.")
     fingerprint = Fingerprint("fulldepth examples 1")  # over ids and labels of both parts, in order
-    for part in (trained, scored):
+    for part in (fitted_rows, scored_rows):
         for content in (str(len(part)).encode(), *part):
             fingerprint.add(content)
     meta = {
@@ -158,12 +153,62 @@ def read_examples(
         "kind": first.kind,
         "train": first.counts(),
         "heldout": {"name": second.name, "kind": second.kind, **second.counts()},
-        "sequence_length": window if "text" in (first.kind, second.kind) else sequence_length,
+        "sequence_length": window if {first.kind, second.kind} != {PAIRS} else sequence_length,
         "limit": limit,
         "seed": seed,
         "warnings": warnings,
     }
     return Examples(first.examples, second.examples, meta)
+
+
+def _read_all(data: Any, limit: int | None, read: Callable[..., _Part]) -> list[_Part]:
+    """Read each source of a mixture; one that has fewer rows than its share gets a warning."""
+    mixture = Mixture.of(data)
+    parts = []
+    for source, most in zip(mixture.sources, mixture.limits(limit), strict=True):
+        part = read(source, limit=most)
+        if len(mixture.sources) > 1 and most is not None and (have := len(part.examples)) < most:
+            short = f"{part.name} has {have} of the {most} rows that its share of the data asks for."
+            part = part._replace(warnings=(*part.warnings, short))
+        parts.append(part)
+    return parts
+
+
+def _held_out(part: _Part, seed: int) -> tuple[_Part, _Part]:
+    """A source without a seeded fifth of its units, and that fifth."""
+    documents = list(dict.fromkeys(example.document for example in part.examples))
+    if len(documents) < 2:
+        raise FulldepthError(
+            f"{part.name} holds one {part.unit}, so none can be held out to score with. Give more, or a held-out file."
+        )
+    order = np.random.default_rng(seed).permutation(documents).tolist()
+    held_documents = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
+    kept, other = ([e for e in part.examples if (e.document in held_documents) == held] for held in (False, True))
+    fifth = part._replace(name=f"a seeded fifth of {part.name}", examples=other, warnings=())
+    return part._replace(examples=kept), fifth
+
+
+def _joined(parts: Sequence[_Part]) -> _Part:
+    """The examples of several sources as one, with units that are numbered through."""
+    if len(parts) == 1:
+        return parts[0]
+    examples: list[Example] = []
+    documents: list[int] = []
+    for part in parts:
+        numbers = part.sources or range(1 + max((example.document for example in part.examples), default=-1))
+        before = len(documents)
+        first_document = 1 + max(documents, default=-1)
+        examples += [replace(example, document=before + example.document) for example in part.examples]
+        documents += [first_document + number for number in numbers]
+    kinds, unit_names = ({getattr(part, name) for part in parts} for name in ("kind", "unit"))
+    return _Part(
+        " and ".join(f"{part.name} ({len(part.examples)} rows)" for part in parts),
+        kinds.pop() if len(kinds) == 1 else MIXED,
+        unit_names.pop() if len(unit_names) == 1 else "document",
+        examples,
+        tuple(warning for part in parts for warning in part.warnings),
+        documents,
+    )
 
 
 def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit: int | None, seed: int) -> _Part:
@@ -187,7 +232,7 @@ def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit:
                 longest=longest,
                 advice="Pairs to search with are never cut: leave them out, or shorten them.",
             )
-            return _Part(opened.name, "pairs", "row", examples)
+            return _Part(opened.name, PAIRS, "row", examples)
         if not any(column in row for column in TEXT_COLUMNS):
             raise FulldepthError(
                 f"{where} has none of the columns to search with. Got: {names_of(row)}. Expected: {EXPECTED}."
@@ -205,4 +250,4 @@ def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit:
     if not drawn.windows:
         raise FulldepthError(f"{opened.name} has nothing to predict: each of its documents is blank or a single token.")
     examples = [Example.of(cut.ids, 1, len(cut.ids), document=cut.document) for cut in drawn.windows]
-    return _Part(opened.name, "text", unit, examples, warnings, sources)
+    return _Part(opened.name, TEXT, unit, examples, warnings, sources)

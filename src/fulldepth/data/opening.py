@@ -31,6 +31,8 @@ from fulldepth.data.images import SPLITS, StoredImage, folder_images, image_valu
 TABLES = datasets.Dataset | datasets.IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 """A Hub data set: `name` or `owner/name`, and a configuration after a colon where it has several."""
+OWN = ("own", "own:chat", "own:text")
+"""Names of text that a model has yet to write (`fulldepth.skip.own_text`)."""
 COMMIT = re.compile(r"@([0-9a-f]{40})\b")
 Order = Literal["random", "first"]
 """Which rows or windows a limit takes: a uniform sample, or the first ones."""
@@ -283,6 +285,11 @@ def open_data(
         if split is not None or config is not None:
             raise FulldepthError(f"{path} has no splits and no configurations. Leave out {split or config!r}.")
         return Opened(path.name, tuple(_list_files(path, suffixes, images=images)), path)
+    if name in OWN:
+        raise FulldepthError(
+            f"{name} is text that a model writes itself. fulldepth skip search and skip heal let it write, into the "
+            "file own.jsonl of their output folder; give that file here."
+        )
     if path.suffix.lower() in (*SUFFIXES, ".json") or HUB_NAME.fullmatch(name) is None:
         raise FulldepthError(f"There is no file or folder {one_line(name)}. Expected {', '.join(expected)}.")
     return _open_hub(name, config, split, held_out, streaming, expected)

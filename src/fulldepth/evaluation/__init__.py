@@ -1,8 +1,8 @@
 """`fulldepth evaluate`: scores of tasks, and quality of generated text, at every exit layer."""
 
-from fulldepth.evaluation.loading import SUITES
+from fulldepth.evaluation.loading import SUITES, load_tasks
 from fulldepth.evaluation.local_tasks import LOCAL_TASKS
 from fulldepth.evaluation.run import evaluate
 from fulldepth.settings.evaluate import EvaluateSettings
 
-__all__ = ["LOCAL_TASKS", "SUITES", "EvaluateSettings", "evaluate"]
+__all__ = ["LOCAL_TASKS", "SUITES", "EvaluateSettings", "evaluate", "load_tasks"]

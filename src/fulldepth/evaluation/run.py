@@ -13,12 +13,23 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import Fingerprint
 from fulldepth.core.progress import Watcher
+from fulldepth.core.uncertainty import GROUPS, identity
 from fulldepth.evaluation.loading import Loaded, load_tasks
 from fulldepth.evaluation.model import EvaluatedModel
 from fulldepth.evaluation.outcome import findings, task_entries
 from fulldepth.evaluation.quality import Quality, quality_findings
-from fulldepth.evaluation.scoring import ANSWERS, rows_of, score_tasks
-from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, claimed, finite, provenance, tabulate
+from fulldepth.evaluation.scoring import ANSWERS, influences_of, rows_of, score_tasks
+from fulldepth.results import (
+    DOCUMENT,
+    FRAMEWORKS,
+    Results,
+    claimed,
+    finite,
+    gathered,
+    groups_entry,
+    provenance,
+    tabulate,
+)
 from fulldepth.settings.evaluate import EvaluateSettings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.subject import Subject
@@ -144,4 +155,8 @@ def _scored(
         "warnings": list(subject.warnings) + scored.warnings,
         "headline": findings(scored) | quality_findings(written, model.num_layers),
     }
-    return Results(tabulate([*rows_of(scored), *written]), dict(finite(document)))
+    examples = [identity(task, int(example)) for task, found in scored.clusters.items() for example in found]
+    influences = gathered(influences_of(scored), GROUPS)
+    if influences is not None:
+        document["groups"] = groups_entry(examples, "example")
+    return Results(tabulate([*rows_of(scored), *written]), dict(finite(document)), influences)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.progress import Watcher
-from fulldepth.core.uncertainty import advisable, identity, ratio_error
+from fulldepth.core.uncertainty import advisable, deal, identity, ratio_error, ratio_influence
 from fulldepth.data.conversations import reasoning_mark
 from fulldepth.evaluation.harness import SEED, Answers, LayerReader, layered_model, quiet, seeded
 from fulldepth.evaluation.loading import Loaded
@@ -291,6 +291,18 @@ def _file_name(name: str) -> str:
     """A file name for a unit: names that hold other characters get a hash."""
     plain = "".join(c if c.isalnum() or c in "_-" else "-" for c in name)[:80]
     return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def influences_of(scored: Scored) -> Iterator[tuple[Any, ...]]:
+    """Entries of `fulldepth.results.influences` for every score that is a mean over known examples."""
+    for layer in sorted(scored.scores):
+        for score in scored.scores[layer]:
+            clusters = scored.clusters.get(score.task)
+            if score.values is None or clusters is None:
+                continue
+            group = deal(clusters)
+            influence = ratio_influence(np.bincount(group, score.values), np.bincount(group))
+            yield "task_score", score.task, layer, None, score.metric, influence
 
 
 def rows_of(scored: Scored) -> Iterator[tuple[Any, ...]]:

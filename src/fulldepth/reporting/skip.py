@@ -33,6 +33,8 @@ PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
 """Granularity -> name of one removed part."""
 BRANCHES = [part for part in PARTS if part != "layer"]
 """The parts of a layer."""
+TASK = "task"
+"""In the headline of a healing, followed by the name of a task."""
 PHASES = ("prefill", "decode")
 CARDS = {
     "target_speedup": "Speed-up by the times of the parts",
@@ -40,6 +42,7 @@ CARDS = {
     "target_bytes": "Bytes of the weights that are left",
     "target_cache": "Bytes of the cache that are left",
     "loss_added": "Loss added",
+    TASK: "Change of a task's score",
     "net_cost": "Net cost of removal",
     "healing": "Change by healing",
     "loss_healed": "Held-out loss, healed",
@@ -399,7 +402,13 @@ def skip_story(source: PageSource) -> dict[str, Any] | None:
         busy = headline.get("times") or {}
         sentences = [short(busy["sentence"], 600)] if busy.get("sentence") else decoding(parts(source))
     else:
-        opening = [headline[name] for name in source.page.opening if name in headline]
+        names = source.page.opening
+        opening = [
+            entry
+            for name in names
+            for key, entry in headline.items()
+            if name == key or (name == TASK and key.startswith(f"{TASK} "))
+        ]
         first = opening or [*headline.values()][:1]
         sentences = [short(entry["sentence"], 600) for entry in first if entry.get("sentence")]
     return {"sentences": sentences} if sentences else None

@@ -1,6 +1,7 @@
 """Reads, writes and compares result folders: tables, one JSON document, one page. Needs no torch."""
 
 from fulldepth.results.comparison import compare
+from fulldepth.results.differences import difference_errors
 from fulldepth.results.document import FRAMEWORKS, SCHEMA_VERSION, Finding, provenance, versions
 from fulldepth.results.folder import (
     DOCUMENT,
@@ -34,6 +35,7 @@ __all__ = [
     "check_free",
     "claimed",
     "compare",
+    "difference_errors",
     "difference_finding",
     "difference_in_words",
     "finite",

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from fulldepth.settings.layers import SET, Applies
-from fulldepth.settings.loading import LOADING, Length, Precision, Rate
+from fulldepth.settings.loading import LOADING, Count, Length, Precision, Rate
 from fulldepth.settings.search import Batch, GgufType, HeldoutSettings, Rows
 
 
@@ -19,13 +19,15 @@ class HealSettings(HeldoutSettings):
 
     options: ClassVar = {
         "Data": ("max_sequences", "sequence_length", "batch_size", "seed"),
-        "Training": ("steps", "global_batch_size", "learning_rate", "rank", "precision"),
+        "Training": ("steps", "global_batch_size", "learning_rate", "rank", "precision", "control"),
+        "Tasks": ("tasks", "task_data", "task_limit"),
         "Writing": ("format", "gguf", "gguf_type"),
         "Loading the model": LOADING,
     }
     applies: ClassVar = (
         Applies(("gguf_type",), {"gguf": SET}),
-        Applies(("global_batch_size", "learning_rate", "rank", "precision"), {"steps": SET}),
+        Applies(("global_batch_size", "learning_rate", "rank", "precision", "control"), {"steps": SET}),
+        Applies(("task_data", "task_limit"), {"tasks": SET}),
     )
 
     max_sequences: Rows | None = None
@@ -43,6 +45,16 @@ class HealSettings(HeldoutSettings):
     precision: Precision | None = None
     """Of the training. float32; autocast: bfloat16 products; bfloat16: everything; None = autocast where the device has
     instructions for such products, else float32."""
+    control: bool = True
+    """Train the original in the same way, to tell what removal costs from what the text teaches; takes as long as the
+    healed model's training."""
+    tasks: list[str] | None = None
+    """Comma-separated tasks that the original and the healed model are read on, as for `fulldepth evaluate`:
+    lambada_local, arc_easy_local, ...; None = no tasks."""
+    task_data: list[str] | None = None
+    """Comma-separated folders with the files of the local tasks."""
+    task_limit: Count | None = None
+    """Examples of each task, the first ones; None = all."""
     format: str | None = None
     """folded, fast, decilm or layer; None = the one without the removed parts, if there is one for the family."""
     gguf: str | None = None

@@ -14,6 +14,7 @@ from fulldepth.core.errors import FulldepthError, StoppedError, needing
 from fulldepth.core.files import locked
 from fulldepth.core.processor import has_bfloat16
 from fulldepth.core.progress import Watcher
+from fulldepth.data.mixture import Mixture
 from fulldepth.hf import pick_device
 from fulldepth.hf.checkpoint_folder import check_free, size_of
 from fulldepth.results import Results
@@ -31,6 +32,7 @@ from fulldepth.skip.healed import (
 )
 from fulldepth.skip.least_squares import Healing, refit, with_model
 from fulldepth.skip.plan import Plan
+from fulldepth.skip.tasks import TaskReading, check_tasks, read_tasks
 from fulldepth.subject import chosen_tokenizer
 from fulldepth.training import train
 
@@ -58,9 +60,11 @@ def heal(
         plan: the plan, its file, or its folder. Weights that stay are refitted by least squares; then the model without
             the removed parts learns from its text and from the original's predictions (distillation), in adapters that
             are merged.
-            The control is the original, trained in the same way on the same tokens.
+            The control is the original, trained in the same way on the same tokens. Tasks are read last, if
+            there are any.
         model: the checkpoint that the plan was made for, or the loaded model, which does not change.
-        data: as for `fulldepth.skip.search`.
+        data: as for `fulldepth.skip.search`, `own` and mixtures included. Own text is stored as `own.jsonl` in the
+            output folder.
         output: folder to create: the checkpoint, and `results.json`, `results.parquet` and `report.html`. Until it is
             complete, `OUTPUT-work` beside it holds what an interrupted healing goes on from when it is called again.
             Where only the GGUF file failed, the same call writes it from this folder.
@@ -91,29 +95,27 @@ def heal(
         cuda = pick_device(settings.device).type == "cuda"
         fast = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else has_bfloat16()
         settings = settings.model_copy(update={"precision": "autocast" if fast else "float32"})
+    if settings.tasks:
+        check_tasks(settings)  # before the refit, which takes minutes
     work = target.with_name(f"{target.name}-work")
     check_free(target, _bytes_of_work(model, settings))
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
     with locked(work):
         try:
-            healing = refit(plan, model, data, settings=settings, output=target, **opened)
+            healing = refit(plan, model, data, settings=settings, output=target, folder=work, **opened)
             saved_tokenizer = chosen_tokenizer(settings, tokenizer)
             if settings.steps:
-                passes = settings.steps * settings.global_batch_size / len(healing.fitting)
-                if passes > MANY:
-                    watcher.say(
-                        f"Training passes {passes:.0f} times over {len(healing.fitting)} sequences, which it then "
-                        "knows by heart. Give more with --max-sequences, or fewer --steps."
-                    )
-                start = write_start(healing, work / "start", saved_tokenizer)
-                write_texts(healing, start, work)
-                for label, source in (("trained", start), ("control", model)):
-                    run = _training(healing, source, model, work)
-                    train(run, work / label, resume=(work / label).exists(), watcher=watcher)
-                healing = with_weights(healing, work / "trained")
-                healing = with_model(healing, "trained", healing.model, watcher)
-                healing = with_model(healing, "control", work / "control", watcher)
-            results = save_healed(healing, plan, target, saved_tokenizer)
+                healing = _trained(healing, model, work, saved_tokenizer, watcher)
+            read: list[TaskReading] = []
+            if settings.tasks:
+                label = "trained" if settings.steps else "refitted"
+                read = read_tasks(healing, label, model if saved_tokenizer is None else saved_tokenizer, work, watcher)
+            elif len(Mixture.of(data).sources) == 1:
+                watcher.say(
+                    "The model is healed on one kind of text, and losses on other text are unknown. Read tasks with "
+                    "--tasks, or heal on a mixture: --data own,FILE."
+                )
+            results = save_healed(healing, plan, target, saved_tokenizer, work, read)
         except StoppedError:
             raise
         except FulldepthError:
@@ -133,6 +135,26 @@ def _bytes_of_work(model: Any, settings: HealSettings) -> float:
     moments = 0 if settings.rank else 2 * trained
     checkpoints = min(settings.steps, 2)  # of the control: a new one is whole before the last one is removed
     return size + (KEPT_SHARE + checkpoints) * (trained + moments)
+
+
+def _trained(healing: Healing, model: str | Path, work: Path, tokenizer: Any, watcher: Watcher) -> Healing:
+    """The healing after training, with its control if the settings ask for one."""
+    settings = healing.settings
+    passes = settings.steps * settings.global_batch_size / len(healing.fitting)
+    if passes > MANY:
+        watcher.say(
+            f"Training passes {passes:.0f} times over {len(healing.fitting)} sequences, which it then "
+            "knows by heart. Give more with --max-sequences, or fewer --steps."
+        )
+    start = write_start(healing, work / "start", tokenizer)
+    write_texts(healing, start, work)
+    sources = {"trained": start, **({"control": model} if settings.control else {})}
+    for label, source in sources.items():
+        run = _training(healing, source, model, work)
+        train(run, work / label, resume=(work / label).exists(), watcher=watcher)
+    healing = with_weights(healing, work / "trained")
+    healing = with_model(healing, "trained", healing.model, watcher)
+    return with_model(healing, "control", work / "control", watcher) if settings.control else healing
 
 
 def _training(healing: Healing, source: str | Path, teacher: str | Path, work: Path) -> TrainSettings:

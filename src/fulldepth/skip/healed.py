@@ -3,17 +3,19 @@
 Rows, with the column `model` (`original`, `removed`, `refitted`, and after training `trained` and `control`): `loss`
 (`mean`: nats per token; `difference_stderr`: of the difference to the original, over `count` documents), `kl` (`mean`:
 KL(original || model)) and `greedy_agreement` (`mean`: share of tokens for which both predict the same next token), of
-the same held-out rows for every model.
+the same held-out rows for every model. With tasks, `task_score` (site: the task; statistic: its metric, and
+`difference_stderr`, paired by example) of the original and the healed model.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,10 @@ from fulldepth.skip.exports.export import NOTES, card_of, export, read_notes
 from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.exports.formats import FORMATS
 from fulldepth.skip.least_squares import Healing, format_for
+from fulldepth.skip.own_text import FILE as OWN_TEXT
+from fulldepth.skip.own_text import NOTES as OWN_NOTES
 from fulldepth.skip.plan import HEALED, UNHEALED, Plan, in_sample, rows_of
+from fulldepth.skip.tasks import TaskReading
 from fulldepth.subject import open_checkpoint
 
 KIND = "heal"
@@ -108,7 +113,14 @@ def write_texts(healing: Healing, start: Path, folder: Path) -> None:
         write_text(folder / name, "".join(json.dumps({"text": text}) + "\n" for text in texts.values()))
 
 
-def save_healed(healing: Healing, plan: Plan, target: Path, tokenizer: Any = None) -> Results:
+def save_healed(
+    healing: Healing,
+    plan: Plan,
+    target: Path,
+    tokenizer: Any = None,
+    work: Path | None = None,
+    tasks: Sequence[TaskReading] = (),
+) -> Results:
     """Write the healed model's folder: the checkpoint, `results.json`, `results.parquet` and `report.html`.
 
     Args:
@@ -116,11 +128,13 @@ def save_healed(healing: Healing, plan: Plan, target: Path, tokenizer: Any = Non
         plan: as given by the user, which the folder names.
         target: folder to create.
         tokenizer: as for `export`.
+        work: folder whose text of the model's own is kept in the healed model's folder.
+        tasks: readings of the original and the healed model.
 
     Raises:
         FulldepthError: as `export`.
     """
-    results = outcome(healing, plan)
+    results = outcome(healing, plan, tasks)
     settings = healing.settings
     with folder_to_be(target) as folder:
         format = settings.format or format_for(healing.plan, healing.model)
@@ -128,11 +142,15 @@ def save_healed(healing: Healing, plan: Plan, target: Path, tokenizer: Any = Non
         shutil.copytree(folder / "export", folder, dirs_exist_ok=True)
         shutil.rmtree(folder / "export")
         notes = read_notes(folder)
+        if work is not None:
+            for stored in (work / OWN_TEXT, work / OWN_NOTES):
+                if stored.exists():
+                    shutil.copy(stored, folder)
         seen = plan.changed(data={**plan.data, HEALED: rows_of(healing.examples.train)})
         notes |= {"plan": seen.document(), "notes": [*notes["notes"], "Healed: see report.html in this folder."]}
         write_text(folder / NOTES, json.dumps(notes, indent=1, ensure_ascii=False) + "\n")
         facts = (notes["logit_error"], notes["parameters"], notes["notes"])
-        card_of(healing.plan, FORMATS[format], *facts, healed=card_numbers(healing)).write(folder)
+        card_of(healing.plan, FORMATS[format], *facts, healed=card_numbers(healing, tasks)).write(folder)
         names = [plan.model.name, str(target), *([str(settings.gguf)] if settings.gguf else [])]
         command = f"fulldepth skip bench {shlex.join(names)} --output bench/"
         results.meta["next"] = {"why": "time it beside the original:", "command": command}
@@ -187,10 +205,10 @@ def _write_gguf(plan: Plan, model: PreTrainedModel, target: Path, settings: Heal
     return results
 
 
-def card_numbers(healing: Healing) -> dict[str, str]:
-    """Numbers on the model card of a healed model: the losses of all models, the net cost, and the text."""
+def card_numbers(healing: Healing, tasks: Sequence[TaskReading] = ()) -> dict[str, str]:
+    """Numbers on the model card of a healed model: tasks, the losses of all models, the net cost, and the text."""
     losses = healing.readings[LOSS]
-    numbers = {}
+    numbers = {f"Task {reading.task}": reading.sentence for reading in tasks}
     titles = {"original": "Held-out loss of the original", **NAMES}
     for label in losses.sums:
         added = losses.added(label)
@@ -210,7 +228,7 @@ def text_of(healing: Healing) -> str:
     return name.removeprefix("a seeded fifth of ")
 
 
-def outcome(healing: Healing, plan: Plan) -> Results:
+def outcome(healing: Healing, plan: Plan, tasks: Sequence[TaskReading] = ()) -> Results:
     """A healing as results."""
     losses = healing.readings[LOSS]
     tables = []
@@ -219,6 +237,13 @@ def outcome(healing: Healing, plan: Plan) -> Results:
         for kind, unit in ((DIVERGENCE, "nats"), (AGREEMENT, "1")):
             mean = healing.readings[kind].mean(label)
             rows.append((kind, "model", None, None, "mean", mean, losses.count, unit))
+        if label in ("original", last_label(healing)):
+            for reading in tasks:
+                key = ("task_score", reading.task, None, None)
+                score = reading.original if label == "original" else reading.healed
+                rows.append((*key, reading.metric, score, reading.examples, "1"))
+                if label != "original" and math.isfinite(reading.error):
+                    rows.append((*key, "difference_stderr", reading.error, reading.examples, "1"))
         tables.append(tabulate(rows, model=label))
     warnings = list(healing.examples.meta.get("warnings", []))
     if plan.healed_loss is not None and plan.data["hash"] == healing.examples.meta.get("hash"):
@@ -235,9 +260,14 @@ def outcome(healing: Healing, plan: Plan) -> Results:
         "plan": plan.document(),
         "refits": [refit._asdict() for refit in healing.refits],
         "warnings": warnings,
-        "headline": dict(headline(healing)),
+        "headline": {f"task {reading.task}": reading.finding() for reading in tasks} | dict(headline(healing)),
     }
     return Results(stacked(tables, model="str"), dict(finite(document)))
+
+
+def last_label(healing: Healing) -> str:
+    """The name of the healed model: `trained`, or without training `refitted`."""
+    return "trained" if "trained" in healing.readings[LOSS].sums else "refitted"
 
 
 def headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
@@ -245,9 +275,9 @@ def headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
     losses = healing.readings[LOSS]
     held = units(healing.examples.meta)
     labels = [label for label in losses.sums if label != "original"]
-    last = "trained" if "trained" in labels else "refitted"
+    last = last_label(healing)
     other_text = f" Measured on {text_of(healing)}: the loss on other text is unknown."
-    if "trained" in labels:
+    if "control" in labels:
         net = losses.added("trained", "control")
         cost = difference_in_words(net, "the control, the original trained on the same tokens", held)
         sentence = f"Net cost of removal: {cost}."

@@ -59,6 +59,7 @@ from fulldepth.skip.exports.export import rehearse
 from fulldepth.skip.exports.fold import fold, probes
 from fulldepth.skip.exports.formats import FORMATS, check_format, known_format
 from fulldepth.skip.exports.formats.gguf import Gguf
+from fulldepth.skip.own_text import with_own_text
 from fulldepth.skip.plan import UNHEALED, Plan, decided, listed_rows, row_of
 from fulldepth.skip.problem import read_data
 from fulldepth.subject import Subject, chosen_tokenizer
@@ -119,6 +120,7 @@ def refit(
     tokenizer: Any = None,
     heldout: Any = None,
     output: str | Path | None = None,
+    folder: Path | None = None,
 ) -> Healing:
     """Heal the model of a plan by least squares on its own weights; see the docstring of this module.
 
@@ -135,6 +137,7 @@ def refit(
         tokenizer: as for `search`.
         heldout: data to measure on instead, with no row that chose the blocks.
         output: folder that the healed model will be written to; exports are tried there before the work (`rehearse`).
+        folder: for text that the unmodified model writes itself, if `own` is among the data.
 
     Raises:
         FulldepthError: if the plan is for another model, the model's branches cannot be healed (offloaded or quantised
@@ -148,7 +151,9 @@ def refit(
     with Subject.open(model, None, settings, needs={"language", "plain"}, tokenizer=tokenizer) as subject:
         original = subject.model
         _check_healing(plan, subject, settings, output, chosen_tokenizer(settings, tokenizer))
-        examples = read_data(subject, data, settings, heldout=heldout)
+        examples = read_data(
+            subject, with_own_text(data, subject, settings, folder, watcher), settings, heldout=heldout
+        )
         fitting, choosing, unseen = split_rows(plan, examples, heldout is not None, settings.seed)
         healed = copy.deepcopy(original)
         scales = fold(healed, plan).stream_scale

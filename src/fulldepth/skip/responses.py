@@ -8,12 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-import numpy as np
-import torch
 from pydantic import Field, JsonValue
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import read_document, write_text
@@ -22,12 +18,12 @@ from fulldepth.data.conversations import CUT_OFF, END, Prompt, as_prompt, conver
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
 from fulldepth.data.tokens import decode_ids
-from fulldepth.hf import device_of, evaluating
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import Length, Seed
 from fulldepth.skip.plan import differences
+from fulldepth.skip.sampling import check_writes, continuations, end_tokens
 from fulldepth.subject import Subject
 
 FILE = "responses.jsonl"
@@ -106,10 +102,8 @@ def generate_responses(
 ) -> Responses:
     """The model's responses to prompts, generated in batches with left padding and a cache.
 
-    Responses do not depend on `batch_size`, except for ties that rounding decides. For sampling, Gumbel noise from a
-    generator seeded by (`seed`, number of the prompt) is added to the logits divided by the temperature; the largest
-    sum is a sample from their softmax (no top-k, no top-p). Of the checkpoint's `generation_config` only the end tokens
-    are used. Empty responses are left out and reported.
+    They are those of `fulldepth.skip.sampling.continuations`, whose noise is seeded by (`seed`, number of the prompt).
+    Of the checkpoint's `generation_config` only the end tokens are used. Empty responses are left out and reported.
 
     Args:
         model: a causal language model; runs in evaluation mode, which is restored on leaving.
@@ -125,14 +119,12 @@ def generate_responses(
         FulldepthError: for settings out of range, a model that cannot generate, prompts that are empty or leave
             no room for a response, or if no response is left.
 
-    Source: Hopscotch (arXiv 2506.03303), its data generation; Gumbel-max trick: Gumbel 1954.
+    Source: Hopscotch (arXiv 2506.03303), its data generation.
     """
     max_new_tokens = settings.max_new_tokens
-    batch_size = settings.batch_size
     if not prompts:
         raise FulldepthError("There are no prompts to respond to.")
-    if not model.can_generate() or model.config.is_encoder_decoder:
-        raise FulldepthError(f"{type(model).__name__} cannot respond to prompts; give a causal language model.")
+    check_writes(model, "respond to prompts")
     rendered = [as_prompt(tokenizer, prompt) for prompt in prompts]
     encoded = [encode_prompt(tokenizer, prompt, f"Prompt {i}") for i, prompt in enumerate(rendered, start=1)]
     longest = max(map(len, encoded))
@@ -145,59 +137,22 @@ def generate_responses(
                 f"Prompt {number} with {max_new_tokens} new tokens would be longer than the model's {positions} "
                 f"positions; the longest prompt has {longest} tokens. Lower max_new_tokens, or leave it out."
             )
-    named = model.generation_config.eos_token_id if model.generation_config else None
-    ends = {named, tokenizer.eos_token_id} if isinstance(named, int) else {*(named or ()), tokenizer.eos_token_id}
-    ends -= {None}
-    config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0)
+    ends = end_tokens(model, tokenizer)
     count = len(prompts)
-    order = sorted(range(count), key=lambda i: len(encoded[i]), reverse=True)
-    answers: dict[int, list[int]] = {}
     watcher.begin("Responses", count)
-    own_config = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        with evaluating(model):
-            for start in range(0, count, batch_size):
-                indices = order[start : start + batch_size]
-                width = len(encoded[indices[0]])
-                tokens, mask = (
-                    pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side="left")
-                    for rows in ([encoded[i] for i in indices], [[1] * len(encoded[i]) for i in indices])
-                )  # [B, T] each
-                noise = [GumbelNoise(settings.temperature, settings.seed, indices)] if settings.temperature else []
-                generate: Any = model.generate
-                sequences = generate(
-                    input_ids=tokens.to(device_of(model)),
-                    attention_mask=mask.to(device_of(model)),
-                    generation_config=config,
-                    logits_processor=LogitsProcessorList(noise),
-                )
-                answers |= zip(indices, sequences[:, width:].tolist(), strict=True)
-                watcher.advance(len(indices))
-    finally:
-        model.generation_config = own_config
+    answers = continuations(
+        model,
+        encoded,
+        [max_new_tokens] * count,
+        ends=ends,
+        temperature=settings.temperature,
+        seeds=[(settings.seed, number) for number in range(count)],
+        batch_size=settings.batch_size,
+        watcher=watcher,
+    )
     facts = {"prompts": count, **settings.model_dump(), "chat_template": bool(tokenizer.chat_template)}
     written = prompts if tokenizer.chat_template else rendered  # a template gives the same messages when a pair is read
-    return _responses(tokenizer, written, [answers[i] for i in range(count)], ends, facts, watcher)
-
-
-class GumbelNoise(LogitsProcessor):
-    """Adds temperature * Gumbel noise to the logits: the argmax is a sample of softmax(logits / temperature).
-
-    Args:
-        temperature: above 0.
-        seed: with the number of a row, seeds its noise.
-        rows: number of each row in the data, independent of the batch.
-    """
-
-    def __init__(self, temperature: float, seed: int, rows: Sequence[int]) -> None:
-        self.temperature = temperature
-        self.sources = [np.random.default_rng([seed, row]) for row in rows]
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """[B, V] logits with noise."""
-        noise = np.stack([source.gumbel(size=scores.shape[-1]) for source in self.sources])
-        return scores + self.temperature * torch.from_numpy(noise).to(scores)
+    return _responses(tokenizer, written, answers, ends, facts, watcher)
 
 
 def _responses(

@@ -29,6 +29,7 @@ from fulldepth.skip.fit import fit, fit_options
 from fulldepth.skip.goal import Goal, goal_of, measured
 from fulldepth.skip.loss_cache import PROGRESS, LossCache
 from fulldepth.skip.outcome import KIND, outcome
+from fulldepth.skip.own_text import names_own, with_own_text
 from fulldepth.skip.plan import ENTRY, FILE, SCHEMA_VERSION, Factors, Loss, Plan, name_of, rows_of
 from fulldepth.skip.problem import SearchProblem, open_for_search
 from fulldepth.skip.rankings import rank
@@ -71,13 +72,14 @@ def search(
     Args:
         model: checkpoint folder, Hub name, or a loaded model (unchanged on return).
         data: any data that `read_examples` reads (pairs, chats, plain text, `corpus:builtin`), or `Examples`; with
-            `responses`, rows with prompts to respond to.
+            `responses`, rows with prompts to respond to. `own` is text that the unmodified model writes first (see
+            `fulldepth.skip.own_text`), and several sources may be mixed: `own=0.7,file.jsonl=0.3`.
         settings: fields of `SearchSettings` as keywords, or an instance.
         watcher: receives progress and messages.
         tokenizer: required for a loaded model, unless data are `Examples`; None = the one saved with the checkpoint.
         heldout: data to score with, of the same kinds; None = a random fifth of `data`.
-        output: folder for `plan.json`, the results of `outcome`, `responses.jsonl`, and `progress.json` while the
-            search runs.
+        output: folder for `plan.json`, the results of `outcome`, `responses.jsonl` or `own.jsonl`, and `progress.json`
+            while the search runs.
         responses: number of prompts that the unmodified model responds to first; None = the data hold responses.
         temperature: of these responses, 0 = greedy.
         max_new_tokens: most tokens of a response.
@@ -89,6 +91,8 @@ def search(
     folder = None if output is None else Path(output)
     if responses is not None and (responses < 1 or folder is None):
         raise FulldepthError(f"Responses need an output folder and a number of at least 1, got {responses}.")
+    if responses is not None and names_own(data):
+        raise FulldepthError("The model's own text has its own answers; leave out --generate-responses.")
     drawn = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     sampling = layer(Sampling, {**drawn, "seed": settings.seed, "batch_size": settings.batch_size})
     sampling.check_effect(generate_responses=responses)
@@ -104,7 +108,10 @@ def search(
             if responses is not None and folder is not None:
                 generation = process.first(partial(respond, subject, data, responses, folder, sampling, watcher))
                 data = str(folder / RESPONSES)
-            with SearchProblem.prepare(subject, data, settings, heldout=heldout) as problem:
+            read = data
+            if names_own(data):
+                read = process.first(partial(with_own_text, data, subject, settings, folder, watcher))
+            with SearchProblem.prepare(subject, read, settings, heldout=heldout) as problem:
                 plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
                 complete = folder is not None and all((folder / name).exists() for name in (DOCUMENT, PAGE))
                 if folder is not None and process.is_main and not complete:

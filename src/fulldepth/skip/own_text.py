@@ -1,0 +1,294 @@
+"""`with_own_text`: text that the unmodified model writes itself, as data of a search or of a healing.
+
+`own` among the data stands for it. `own:chat` lets the model write the user's turn of its chat template, and answer it;
+`own:text` lets it write documents behind the token that starts one; `own` is `own:chat` for a model with a chat
+template, else `own:text`. Rows are samples of the whole softmax (temperature 1).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import JsonValue, NonNegativeInt
+
+from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import read_document, reading, write_text
+from fulldepth.core.progress import Watcher
+from fulldepth.data.columns import CUT_OFF, END
+from fulldepth.data.conversations import document_start, encode_prompt, user_turn
+from fulldepth.data.mixture import Mixture
+from fulldepth.data.tokens import decode_ids, plain_ids
+from fulldepth.settings import Settings
+from fulldepth.settings.search import HeldoutSettings
+from fulldepth.skip.plan import differences
+from fulldepth.skip.sampling import check_writes, continuations, end_tokens
+from fulldepth.subject import Subject
+
+Kind = Literal["chat", "text"]
+NAMES: dict[str, Kind | None] = {"own": None, "own:chat": "chat", "own:text": "text"}
+"""Name among the data -> kind of text; None = by the model's tokenizer."""
+FILE = "own.jsonl"
+NOTES = "own.json"
+"""File that describes how the text beside it was written."""
+ROWS = 256
+"""Rows, where `max_sequences` is not given."""
+LENGTH = 256
+"""Most tokens of a row, where `sequence_length` is not given and the model has as many positions."""
+LEAST_TOKENS = 8
+"""Shorter documents are left out."""
+TRIES = 3
+"""Most rows that are written for each row that is asked for."""
+DOCUMENT, QUESTION, ANSWER = range(3)
+"""Parts of a row; each has noise of its own."""
+
+
+class StoredNotes(Settings):
+    """The entries of `own.json`."""
+
+    asked: dict[str, JsonValue]
+    """Model and settings that determine the text."""
+    rows: NonNegativeInt = 0
+    """Rows written so far."""
+    next: NonNegativeInt = 0
+    """Number of the next row; rows that were left out have numbers, too."""
+    sha256: str = hashlib.sha256().hexdigest()
+    """Digest of the lines of these rows."""
+
+
+def names_own(data: Any) -> bool:
+    """Return True if a source of the data is the model's own text."""
+    return any(isinstance(source, str) and source in NAMES for source in Mixture.of(data).sources)
+
+
+def with_own_text(data: Any, subject: Subject, settings: HeldoutSettings, folder: Path | None, watcher: Watcher) -> Any:
+    """The data with a file in place of `own`, after the model has written it, or the rest of it.
+
+    Args:
+        data: as for `read_examples`.
+        subject: the unmodified model.
+        settings: `max_sequences` rows (default 256; in a mixture its share) of at most `sequence_length` tokens
+            (default 256) with this `seed`, in batches of `batch_size`.
+        folder: for `own.jsonl` and `own.json`; rows that are there are kept, so that an interrupted call goes on.
+        watcher: receives the cost at the start, the speed after the first batch, and progress.
+
+    Returns:
+        `data` itself if no `own` is among them, else a `Mixture`.
+
+    Raises:
+        FulldepthError: for a model that writes no text or has no token to start with, no folder, and a file in it that
+            is damaged, or was written by another model or with other settings.
+    """
+    mixture = Mixture.of(data)
+    places = [number for number, source in enumerate(mixture.sources) if isinstance(source, str) and source in NAMES]
+    if not places:
+        return data
+    if len(places) > 1:
+        raise FulldepthError("Give one of own, own:chat and own:text.")
+    if folder is None:
+        raise FulldepthError("The model's own text is stored: name an output folder, or the own.jsonl of another one.")
+    check_writes(subject.model, "write text of its own")
+    name = mixture.sources[places[0]]
+    rows = mixture.limits(settings.max_sequences or ROWS)[places[0]]
+    assert rows is not None, "the number of rows is given"
+    writer = OwnText.of(subject, NAMES[name], settings, rows)
+    return mixture.with_source(places[0], str(writer.write(folder, watcher)))
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """Text that a model writes."""
+
+    subject: Subject
+    kind: Kind
+    rows: int
+    length: int
+    """Most tokens of a row."""
+    seed: int
+    batch_size: int
+    ends: frozenset[int]
+    """Tokens that end a text or a turn."""
+
+    @classmethod
+    def of(cls, subject: Subject, kind: Kind | None, settings: HeldoutSettings, rows: int) -> OwnText:
+        """The text of a kind (None = by the tokenizer).
+
+        Raises:
+            FulldepthError: if the tokenizer has no chat template, or no token that starts a document.
+        """
+        tokenizer = subject.tokenizer
+        if tokenizer is None:
+            raise FulldepthError("The model has no tokenizer, so that it cannot write text. Give one.")
+        if kind == "chat" and not tokenizer.chat_template:
+            raise FulldepthError("The tokenizer has no chat template; use own:text.")
+        kind = kind or ("chat" if tokenizer.chat_template else "text")
+        if kind == "text" and document_start(tokenizer) is None:
+            raise FulldepthError("The tokenizer has no token that starts a document, so the model cannot begin a text.")
+        length = settings.sequence_length or min(LENGTH, subject.anatomy.max_positions or LENGTH)
+        ends = end_tokens(subject.model, tokenizer)
+        if kind == "chat":  # the user's turn may end with another token than the answer
+            special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
+            ends |= {*[token for token in plain_ids(tokenizer, user_turn(tokenizer).closing) if token in special][:1]}
+        return cls(subject, kind, rows, length, settings.seed, settings.batch_size, frozenset(ends))
+
+    def write(self, folder: Path, watcher: Watcher) -> Path:
+        """Write `own.jsonl`, or the rows that it lacks.
+
+        Raises:
+            FulldepthError: see `with_own_text`; if too many rows are empty.
+        """
+        asked: dict[str, JsonValue] = {
+            "model": self.subject.hash,
+            "kind": self.kind,
+            "rows": self.rows,
+            "length": self.length,
+            "seed": self.seed,
+        }
+        path = folder / FILE
+        folder.mkdir(parents=True, exist_ok=True)
+        notes, lines = _read_so_far(folder, asked)
+        if notes.rows == self.rows:
+            return path
+        missing = self.rows - notes.rows
+        what = "prompts and its answers to them" if self.kind == "chat" else "documents"
+        watcher.say(
+            f"The model writes {missing} {what} itself, of up to {self.length} tokens each: at most "
+            f"{missing * self.length:,} tokens, in batches of {self.batch_size}."
+        )
+        watcher.begin("Own text", missing)
+        write_text(path, "".join(lines))
+        first = True
+        while notes.rows < self.rows:
+            if notes.next >= TRIES * self.rows:
+                raise FulldepthError(
+                    f"Only {notes.rows} of {notes.next} texts that the model began are not empty. Use other data."
+                )
+            begun = time.perf_counter()
+            numbers = range(notes.next, notes.next + min(self.batch_size, self.rows - notes.rows))
+            written, tokens = self._rows_of(numbers)
+            new = [json.dumps(row, ensure_ascii=False) + "\n" for row in written]
+            with reading(path), path.open("a", encoding="utf-8") as file:
+                file.writelines(new)
+            lines += new
+            digest = hashlib.sha256("".join(lines).encode()).hexdigest()
+            notes = StoredNotes(asked=asked, rows=len(lines), next=numbers.stop, sha256=digest)
+            write_text(folder / NOTES, json.dumps(notes.model_dump(), indent=2))
+            watcher.advance(len(new))
+            if first:
+                first = False
+                watcher.say(f"It writes {tokens / (time.perf_counter() - begun):,.0f} tokens a second.")
+        return path
+
+    def _rows_of(self, numbers: Sequence[int]) -> tuple[list[dict[str, Any]], int]:
+        """The rows of these numbers that are not empty, and the number of tokens that were written."""
+        return self._conversations(numbers) if self.kind == "chat" else self._documents(numbers)
+
+    def _documents(self, numbers: Sequence[int]) -> tuple[list[dict[str, Any]], int]:
+        start = document_start(self.subject.tokenizer)
+        assert start is not None, "`of` has checked it"
+        written = self._continued([[start]] * len(numbers), [self.length - 1] * len(numbers), numbers, DOCUMENT)
+        rows: list[dict[str, Any]] = []
+        for number, ids in zip(numbers, written, strict=True):
+            body, _ = self._split(ids)
+            text = self._text(body)
+            if len(body) >= LEAST_TOKENS and text.strip():
+                rows.append({"number": number, "text": text})
+        return rows, sum(map(len, written))
+
+    def _conversations(self, numbers: Sequence[int]) -> tuple[list[dict[str, Any]], int]:
+        tokenizer = self.subject.tokenizer
+        opening, closing = user_turn(tokenizer)
+        start = plain_ids(tokenizer, opening)
+        room = self.length - len(start) - len(plain_ids(tokenizer, closing))
+        if room < 2 * LEAST_TOKENS:
+            raise FulldepthError(
+                f"A row of {self.length} tokens has no room for a conversation: the chat template alone takes "
+                f"{self.length - room}. Set a larger --sequence-length, or use own:text."
+            )
+        questions = self._continued([start] * len(numbers), [room // 2] * len(numbers), numbers, QUESTION)
+        mark = closing.strip().partition("\n")[0]
+        prompts: dict[int, str] = {}
+        for number, ids in zip(numbers, questions, strict=True):
+            text = self._text(self._split(ids)[0], skip_special_tokens=True)
+            text = (text.partition(mark)[0] if mark else text).strip()
+            if text:
+                prompts[number] = text
+        messages = {number: [{"role": "user", "content": text}] for number, text in prompts.items()}
+        starts = {number: encode_prompt(tokenizer, prompt) for number, prompt in messages.items()}
+        limits = {number: self.length - len(ids) for number, ids in starts.items()}
+        kept = [number for number in prompts if limits[number] >= 1]
+        answers = self._continued([starts[n] for n in kept], [limits[n] for n in kept], kept, ANSWER)
+        rows: list[dict[str, Any]] = []
+        for number, ids in zip(kept, answers, strict=True):
+            body, end = self._split(ids)
+            if not self._text(body, skip_special_tokens=True).strip():
+                continue
+            row = {
+                "number": number,
+                "prompt": messages[number],
+                "response": [{"role": "assistant", "content": self._text(body)}],
+                CUT_OFF: not end,
+            }
+            rows.append(row | ({END: self._text(end)} if end else {}))
+        return rows, sum(map(len, [*questions, *answers]))
+
+    def _continued(
+        self, starts: Sequence[Sequence[int]], limits: Sequence[int], numbers: Sequence[int], part: int
+    ) -> list[list[int]]:
+        """What the model writes behind the starts of the rows with these numbers."""
+        return continuations(
+            self.subject.model,
+            starts,
+            limits,
+            ends=set(self.ends),
+            temperature=1.0,
+            seeds=[(self.seed, number, part) for number in numbers],
+            batch_size=self.batch_size,
+            watcher=Watcher(),
+        )
+
+    def _split(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """The text and its end token, if it has one."""
+        return (ids[:-1], ids[-1:]) if ids and ids[-1] in self.ends else (ids, [])
+
+    def _text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return decode_ids(
+            self.subject.tokenizer,
+            ids,
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+
+
+def _read_so_far(folder: Path, asked: dict[str, JsonValue]) -> tuple[StoredNotes, list[str]]:
+    """The notes of an earlier call, and the lines that they speak of; nothing if there was none.
+
+    Raises:
+        FulldepthError: if the files are damaged, or were written by another model or with other settings.
+    """
+    path = folder / FILE
+    file = folder / NOTES
+    again = f"Remove {file} and {path} to let the model write again, or choose another output folder."
+    if not path.exists() and not file.exists():
+        return StoredNotes(asked=asked), []
+    if not file.exists():
+        raise FulldepthError(f"{path} is not a file of this model's own text: {NOTES} is missing beside it. {again}")
+    try:
+        notes = read_document(file, StoredNotes)
+    except FulldepthError as error:
+        raise FulldepthError(f"{one_line(error)} {again}") from error
+    if wrong := differences(notes.asked, asked):
+        raise FulldepthError(f"{folder} holds other text of a model's own: {wrong}. {again}")
+    lines: list[str] = []
+    if path.exists():
+        with reading(path), path.open(encoding="utf-8", newline="") as opened:
+            lines = opened.readlines()[: notes.rows]  # a killed call may have left more
+    if hashlib.sha256("".join(lines).encode()).hexdigest() != notes.sha256:
+        state = "has changed since it was written" if path.exists() else "is missing"
+        raise FulldepthError(f"{path} {state}. {again}")
+    return notes, lines

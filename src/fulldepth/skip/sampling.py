@@ -1,0 +1,127 @@
+"""`continuations`: samples what a model writes behind given tokens, in batches, each row with noise of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
+from fulldepth.hf import device_of, evaluating
+
+
+def check_writes(model: PreTrainedModel, purpose: str) -> None:
+    """Refuse a model that cannot write text.
+
+    Args:
+        model: the model.
+        purpose: what it cannot do, such as `respond to prompts`.
+
+    Raises:
+        FulldepthError: if it is not a causal language model.
+    """
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise FulldepthError(f"{type(model).__name__} cannot {purpose}; give a causal language model.")
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    """The tokens with which a model ends its text: those of its generation configuration and of the tokenizer."""
+    named = model.generation_config.eos_token_id if model.generation_config else None
+    listed = [named] if isinstance(named, int) else list(named or ())
+    return {token for token in (*listed, tokenizer.eos_token_id) if token is not None}
+
+
+def continuations(
+    model: PreTrainedModel,
+    starts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    *,
+    ends: set[int],
+    temperature: float,
+    seeds: Sequence[Sequence[int]],
+    batch_size: int,
+    watcher: Watcher,
+) -> list[list[int]]:
+    """The tokens that a model writes behind each of several starts, with left padding and a cache.
+
+    They do not depend on `batch_size`, except for ties that rounding decides. For sampling, Gumbel noise from a
+    generator of each row is added to the logits divided by the temperature; the largest sum is a sample from their
+    softmax (no top-k, no top-p). The checkpoint's own `generation_config` is not used.
+
+    Args:
+        model: a causal language model; runs in evaluation mode, which is restored on leaving.
+        starts: token ids, at least one each.
+        limits: most tokens behind each start.
+        ends: tokens that end a continuation.
+        temperature: 0 = greedy.
+        seeds: of each row's noise.
+        batch_size: rows in a batch; rows are sorted by length.
+        watcher: receives the progress in rows, of a task that has begun.
+
+    Returns:
+        Token ids in the order of the starts, up to and with the end token, if there is one within the limit.
+
+    Source: Gumbel-max trick (Gumbel 1954).
+    """
+    order = sorted(range(len(starts)), key=lambda row: len(starts[row]), reverse=True)
+    written: dict[int, list[int]] = {}
+    generate: Any = model.generate
+    with evaluating(model), _plain_generation(model):
+        for first in range(0, len(order), batch_size):
+            rows = order[first : first + batch_size]
+            tokens, mask = (
+                pad_sequence([torch.tensor(part) for part in parts], batch_first=True, padding_side="left")
+                for parts in ([list(starts[row]) for row in rows], [[1] * len(starts[row]) for row in rows])
+            )  # [B, T] each
+            config = GenerationConfig(
+                max_new_tokens=max(limits[row] for row in rows), eos_token_id=sorted(ends) or None, pad_token_id=0
+            )
+            noise = [GumbelNoise(temperature, [seeds[row] for row in rows])] if temperature else []
+            sequences = generate(
+                input_ids=tokens.to(device_of(model)),
+                attention_mask=mask.to(device_of(model)),
+                generation_config=config,
+                logits_processor=LogitsProcessorList(noise),
+            )
+            for row, ids in zip(rows, sequences[:, tokens.shape[1] :].tolist(), strict=True):
+                within = ids[: limits[row]]
+                stop = next((place for place, token in enumerate(within) if token in ends), len(within))
+                written[row] = within[: stop + 1]
+            watcher.advance(len(rows))
+    return [written[row] for row in range(len(starts))]
+
+
+@contextmanager
+def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
+    """Replace the model's `generation_config` by the defaults, and restore it on leaving."""
+    own_config = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own_config
+
+
+class GumbelNoise(LogitsProcessor):
+    """Adds temperature * Gumbel noise to the logits: the argmax is a sample of softmax(logits / temperature).
+
+    Args:
+        temperature: above 0.
+        seeds: of the noise of each row, independent of the batch.
+    """
+
+    def __init__(self, temperature: float, seeds: Sequence[Sequence[int]]) -> None:
+        self.temperature = temperature
+        self.sources = [np.random.default_rng(seed) for seed in seeds]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """[B, V] logits with noise."""
+        noise = np.stack([source.gumbel(size=scores.shape[-1]) for source in self.sources])
+        return scores + self.temperature * torch.from_numpy(noise).to(scores)

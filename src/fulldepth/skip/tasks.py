@@ -1,0 +1,126 @@
+"""`read_tasks`: tasks of a healed model beside the original's, with errors paired by example."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from fulldepth.core.progress import Watcher
+from fulldepth.core.uncertainty import SIGNIFICANT
+from fulldepth.evaluation import EvaluateSettings, evaluate, load_tasks
+from fulldepth.hf import load_tokenizer
+from fulldepth.results import Finding, Results, difference_errors
+from fulldepth.settings.heal import HealSettings
+from fulldepth.skip.least_squares import Healing
+
+MEASURE = "task_score"
+
+
+class TaskReading(NamedTuple):
+    """The main score of a task for the original and the healed model."""
+
+    task: str
+    metric: str
+    examples: int
+    original: float
+    healed: float
+    error: float
+    """Standard error of `healed - original`, paired by example; NaN if it is not known."""
+
+    @property
+    def difference(self) -> float:
+        """What healing leaves of the change by removal."""
+        return self.healed - self.original
+
+    @property
+    def sentence(self) -> str:
+        """The reading in words; a difference within two standard errors is not measurable."""
+        scores = f"{self.task}: {self.healed:.3f} {self.metric}, the original {self.original:.3f}"
+        if math.isnan(self.error):
+            verdict = f"difference {self.difference:+.3f}, no standard error is known"
+        elif abs(self.difference) <= SIGNIFICANT * self.error:
+            verdict = f"no measurable difference, at most {abs(self.difference) + SIGNIFICANT * self.error:.3f}"
+        else:
+            verdict = f"difference {self.difference:+.3f} ± {self.error:.3f}"
+        return f"{scores} ({verdict}; {self.examples:,} examples)."
+
+    def finding(self) -> Finding:
+        """The reading as an entry of a headline."""
+        if math.isnan(self.error):
+            return Finding(self.difference, "1", self.sentence, no_standard_error="the scores are no means of examples")
+        return Finding(self.difference, "1", self.sentence, standard_error=self.error)
+
+
+def evaluation_of(settings: HealSettings) -> EvaluateSettings:
+    """The settings of the evaluation that a healing asks for: the whole model alone."""
+    return EvaluateSettings(
+        tasks=settings.tasks,
+        task_data=settings.task_data,
+        limit=settings.task_limit,
+        batch_size=settings.batch_size,
+        exit_layers="full",
+    )
+
+
+def check_tasks(settings: HealSettings) -> None:
+    """Load the tasks, to refuse those that are unknown or whose files are missing before the work.
+
+    Raises:
+        FulldepthError: as `fulldepth.evaluate`.
+    """
+    load_tasks(evaluation_of(settings))
+
+
+def read_tasks(healing: Healing, label: str, tokenizer: Any, folder: Path, watcher: Watcher) -> list[TaskReading]:
+    """Score the original and the healed model on the tasks of the settings.
+
+    Args:
+        healing: its last model is read, in memory: removed branches add zeros there.
+        label: of that model, for the folder.
+        tokenizer: of both models, or where it is saved.
+        folder: keeps the answers of an interrupted call.
+        watcher: receives progress.
+
+    Raises:
+        FulldepthError: as `fulldepth.evaluate`.
+    """
+    opened = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    scored: list[Results] = []
+    for name, model in (("original", healing.original), (label, healing.model)):
+        watcher.say(f"Tasks of the {name} model.")
+        scored.append(
+            evaluate(
+                model,
+                output=folder / f"tasks-{name}",
+                settings=evaluation_of(healing.settings),
+                tokenizer=opened,
+                resume=True,
+                watcher=watcher,
+            )
+        )
+    return list(task_readings(*scored))
+
+
+def task_readings(original: Results, healed: Results) -> Iterator[TaskReading]:
+    """The main score of every task that both evaluations have.
+
+    Args:
+        original: results of `fulldepth.evaluate`.
+        healed: those of another model of the same depth, on the same examples.
+    """
+    errors = pd.Series(difference_errors(healed, original, "layer"), healed.table.index)
+    for task, entry in healed.meta["tasks"].items():
+        metric = entry["metric"]
+        values = []
+        for results in (original, healed):
+            rows = results.table
+            rows = rows[(rows["measure"] == MEASURE) & (rows["site"] == task) & (rows["statistic"] == metric)]
+            values.append(rows.loc[rows["layer"] == rows["layer"].max()].iloc[0])
+        before, after = values
+        yield TaskReading(
+            task, metric, int(after["count"]), float(before["value"]), float(after["value"]), float(errors[after.name])
+        )
