@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import numpy as np
 import pytest
 from pandas.testing import assert_frame_equal
 from typer.testing import CliRunner
@@ -20,7 +21,7 @@ from fulldepth.evaluation.harness import LayeredAnswers
 from fulldepth.evaluation.loading import units_of
 from fulldepth.hf import Scalars, anatomy_candidates
 from fulldepth.hf.surgery import skipping
-from fulldepth.results import Results
+from fulldepth.results import Results, compare
 from fulldepth.skip import export
 from refusals import refused
 from skip import planned
@@ -60,7 +61,8 @@ def test_the_command_writes_results_findings_and_a_page(checkpoint, data, tmp_pa
     result = run(checkpoint, *options, "-o", out, "--json")
     assert result.exit_code == 0, result.exception
     headline = json.loads(result.stdout)
-    assert {path.name for path in out.iterdir()} == {"results.json", "results.parquet", "report.html"}
+    files = {"results.json", "results.parquet", "groups.parquet", "report.html"}
+    assert {path.name for path in out.iterdir()} == files
     results = Results.load(out)
     assert results.meta["kind"] == "evaluation"
     entries = results.meta["tasks"]
@@ -76,6 +78,26 @@ def test_the_command_writes_results_findings_and_a_page(checkpoint, data, tmp_pa
     assert entries["arc_easy_local"]["advised"] is False
     assert results.headline == headline
     assert "already holds results" in failure(checkpoint, *options, "-o", out)
+
+
+def test_two_models_are_compared_by_example(tmp_path):
+    """The error of a difference is that of the mean of differences, from lm-eval's own log of the examples."""
+    right = []
+    folders = []
+    data = str(small_world.write_data(tmp_path / "tasks", rows=30))
+    for seed in (0, 1):
+        folders.append(tmp_path / str(seed))
+        options = {"tasks": ["arc_easy_local"], "task_data": [data], "exit_layers": "full", "log_samples": True}
+        evaluate(small_world.model(seed), output=folders[-1], tokenizer=small_world.tokenizer(), **options)
+        lines = (folders[-1] / "samples_arc_easy_local.jsonl").read_text().splitlines()
+        examples = sorted((json.loads(line) for line in lines), key=lambda example: example["doc_id"])
+        right.append(np.array([example["acc_norm"] for example in examples]))
+    gap = right[1] - right[0]
+    assert gap.std() > 0, "the models differ"
+    rows = compare([folders[1], folders[0]], baseline=1).table
+    row = rows[(rows["statistic"] == "acc_norm") & rows["difference"].notna()].iloc[0]
+    assert row["difference"] == pytest.approx(gap.mean())
+    assert row["difference_error"] == pytest.approx(gap.std(ddof=1) / len(gap) ** 0.5, rel=1e-5)
 
 
 def test_a_killed_run_goes_on_without_repeating_passes(checkpoint, data, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 
 import numpy as np
@@ -13,12 +14,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import tiny_models
+from data.conftest import jsonl
+from evaluation import small_world
 from fulldepth.architectures import SKIPPED
+from fulldepth.core.progress import Watcher
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
+from fulldepth.evaluation import evaluate
 from fulldepth.execution import find_anatomy
 from fulldepth.results import Results
 from fulldepth.skip import least_squares as module
+from fulldepth.skip import load
 from fulldepth.skip.exports.export import read_notes
 from fulldepth.skip.heal import heal as heal_into
 from fulldepth.skip.plan import rows_of
@@ -308,3 +314,65 @@ def test_bad_input_is_refused(change, named, tmp_path, monkeypatch):
     with refused(named):
         heal_into(plan, output=tmp_path / given.pop("output"), progress=False, **given)
     assert not list(tmp_path.iterdir())
+
+
+def test_tasks_are_read_beside_the_original_after_healing_on_own_and_other_text(tmp_path):
+    """Scores are those of the folder when it is loaded; errors are of the differences of lm-eval's examples."""
+    pytest.importorskip("lm_eval")
+    model = small_world.model()
+    model.save_pretrained(tmp_path / "model")
+    small_world.tokenizer().save_pretrained(tmp_path / "model")
+    folder = small_world.write_data(tmp_path / "data")
+    rows = [{"question": f"What is {n}?", "choices": ["sun", "sea", "sky"], "gold": n % 3} for n in range(30)]
+    jsonl(folder / "lm-eval" / "arc_easy_test.jsonl", *rows)
+    tasks = {"tasks": ["arc_easy_local"], "task_data": [str(folder)]}
+    text = tmp_path / "text.jsonl"
+    text.write_text(
+        "".join(json.dumps({"text": f"the {noun} is {n}. " * 4}) + "\n" for n, noun in enumerate("abc" * 9))
+    )
+    plan = planned.plan(model, [2], "attention", None)
+    lines = []
+    results = heal_into(
+        plan,
+        tmp_path / "model",
+        f"own,{text}",
+        tmp_path / "healed",
+        max_sequences=40,
+        sequence_length=48,
+        steps=1,
+        rank=0,
+        control=False,
+        **tasks,
+        watcher=Watcher(say=lines.append),
+    )
+    own = [json.loads(line) for line in (tmp_path / "healed" / "own.jsonl").read_text().splitlines()]
+    assert len(own) == 20
+    assert not any("one kind of text" in line for line in lines)
+    models = results.table["model"].unique()
+    assert set(models) == {"original", "removed", "refitted", "trained"}
+    right = {}
+    for name, checkpoint in (("original", model), ("trained", load(tmp_path / "healed"))):
+        options = {"tokenizer": small_world.tokenizer(), "exit_layers": "full", "log_samples": True}
+        evaluate(checkpoint, output=tmp_path / name, **tasks, **options)
+        rows = map(json.loads, (tmp_path / name / "samples_arc_easy_local.jsonl").read_text().splitlines())
+        right[name] = np.array([row["acc"] for row in sorted(rows, key=lambda row: row["doc_id"])])
+        scores = results.table[(results.table["measure"] == "task_score") & (results.table["model"] == name)]
+        assert scores.loc[scores["statistic"] == "acc", "value"].item() == right[name].mean()
+    gap = right["trained"] - right["original"]
+    assert gap.std() > 0
+    name, first = next(iter(results.headline.items()))
+    assert name == "task arc_easy_local"
+    assert first["value"] == pytest.approx(gap.mean())
+    assert first["standard_error"] == pytest.approx(gap.std(ddof=1) / 30**0.5, rel=1e-5)
+    page = (tmp_path / "healed" / "report.html").read_text()
+    assert page.index("arc_easy_local") < page.index("held-out loss")
+    with refused("Unknown task"):
+        heal_into(plan, tmp_path / "model", str(text), tmp_path / "other", tasks=["arc_eazy"], steps=0)
+
+
+def test_healing_on_one_kind_of_text_says_what_is_unknown(tmp_path, unproven):
+    model = tiny_models.build("llama")
+    lines = []
+    plan = planned.plan(model, [2], "layer", None)
+    heal_into(plan, model, data(), tmp_path / "healed", steps=0, watcher=Watcher(say=lines.append))
+    assert any("losses on other text are unknown" in line for line in lines)

@@ -66,7 +66,7 @@ class _Part(NamedTuple):
     examples: list[Example]
     warnings: tuple[str, ...] = ()
     sources: Sequence[int] = ()
-    """Number of the document of each unit; empty = each unit is a document."""
+    """Number of the document of each unit; empty = not yet counted, each unit is a document."""
 
     def counts(self) -> dict[str, Any]:
         """Entries of a plan's `data`; `clusters` is the number of units."""
@@ -170,7 +170,8 @@ def _read_all(data: Any, limit: int | None, read: Callable[..., _Part]) -> list[
         if len(mixture.sources) > 1 and most is not None and (have := len(part.examples)) < most:
             short = f"{part.name} has {have} of the {most} rows that its share of the data asks for."
             part = part._replace(warnings=(*part.warnings, short))
-        parts.append(part)
+        units_of_part = range(1 + max((example.document for example in part.examples), default=-1))
+        parts.append(part._replace(sources=part.sources or units_of_part))
     return parts
 
 
@@ -195,11 +196,10 @@ def _joined(parts: Sequence[_Part]) -> _Part:
     examples: list[Example] = []
     documents: list[int] = []
     for part in parts:
-        numbers = part.sources or range(1 + max((example.document for example in part.examples), default=-1))
         before = len(documents)
         first_document = 1 + max(documents, default=-1)
         examples += [replace(example, document=before + example.document) for example in part.examples]
-        documents += [first_document + number for number in numbers]
+        documents += [first_document + number for number in part.sources]
     kinds, unit_names = ({getattr(part, name) for part in parts} for name in ("kind", "unit"))
     return _Part(
         " and ".join(f"{part.name} ({len(part.examples)} rows)" for part in parts),

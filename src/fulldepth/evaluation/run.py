@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import Fingerprint
 from fulldepth.core.progress import Watcher
-from fulldepth.core.uncertainty import GROUPS, identity
+from fulldepth.core.uncertainty import identity
 from fulldepth.evaluation.loading import Loaded, load_tasks
 from fulldepth.evaluation.model import EvaluatedModel
 from fulldepth.evaluation.outcome import findings, task_entries
@@ -156,7 +156,8 @@ def _scored(
         "headline": findings(scored) | quality_findings(written, model.num_layers),
     }
     examples = [identity(task, int(example)) for task, found in scored.clusters.items() for example in found]
-    influences = gathered(influences_of(scored), GROUPS)
+    groups = groups_entry(examples, "example")
+    influences = gathered(influences_of(scored), groups["count"])
     if influences is not None:
-        document["groups"] = groups_entry(examples, "example")
+        document["groups"] = groups
     return Results(tabulate([*rows_of(scored), *written]), dict(finite(document)), influences)

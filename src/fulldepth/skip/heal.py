@@ -177,7 +177,9 @@ def _training(healing: Healing, source: str | Path, teacher: str | Path, work: P
             validation_sequences=8,  # progress only: the result is measured on other rows
         ),
         objective=ObjectiveSettings.model_validate({"distillation": {"teacher": str(teacher)}}),
-        lora=LoraSettings(rank=settings.rank or None, target_modules=sorted(changed) or None),
+        lora=LoraSettings(rank=settings.rank, target_modules=sorted(changed) or None)
+        if settings.rank
+        else LoraSettings(),
         steps=settings.steps,
         global_batch_size=settings.global_batch_size,
         sequence_length=settings.sequence_length or healing.examples.meta.get("sequence_length") or 256,

