@@ -33,7 +33,9 @@ Data = Annotated[
     typer.Option(
         "--data",
         help="Rows with prompt + response or messages (.jsonl, .parquet; the loss is on responses), plain text, a Hub "
-        "data set, or corpus:builtin. Use the data of the search for the same held-out tokens.",
+        "data set, or corpus:builtin. Of skip search and skip heal also own: text that the unmodified model writes "
+        "first. Several sources with commas, with shares of the rows: own=0.7,file.jsonl=0.3. Use the data of the "
+        "search for the same held-out tokens.",
     ),
 ]
 Heldout = Annotated[
@@ -68,6 +70,8 @@ def search_command(
     Example: `fulldepth skip search MODEL --data pairs.jsonl --blocks 4 --output out/`
 
     Example: `fulldepth skip search MODEL --data text.jsonl --target-speedup 1.2 --output out/`
+
+    Example: `fulldepth skip search MODEL --data own --max-sequences 200 --blocks 4 --output out/`
 
     Several processes share the candidates: `torchrun --nproc-per-node 2 -m fulldepth skip search ...`
     """
@@ -144,6 +148,8 @@ def heal_command(
     again, with another --gguf-type if that was the reason, to write the file without healing again.
 
     Example: `fulldepth skip heal out/plan.json MODEL --data text.jsonl --output healed/`
+
+    Example: `fulldepth skip heal plan/ MODEL --data own,text.jsonl --tasks piqa_local --task-data t/ -o healed/`
     """
     console.loading()
     from fulldepth.results import PAGE

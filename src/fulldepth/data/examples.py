@@ -131,7 +131,10 @@ def read_examples(
     if scored is None:
         split = [_held_out(part, seed) for part in parts]
         parts, scored = ([pair[place] for pair in split] for place in (0, 1))
-    second = _joined(scored)
+        second = _joined(scored)
+        second = second._replace(name=f"a seeded fifth of {second.name}", warnings=())
+    else:
+        second = _joined(scored)
     first = _joined(parts) if parts else second._replace(examples=[])
     highest = max(int(example.input_ids.max()) for example in (*first.examples, *second.examples))
     warnings = list(dict.fromkeys([*first.warnings, *second.warnings]))
@@ -185,8 +188,7 @@ def _held_out(part: _Part, seed: int) -> tuple[_Part, _Part]:
     order = np.random.default_rng(seed).permutation(documents).tolist()
     held_documents = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
     kept, other = ([e for e in part.examples if (e.document in held_documents) == held] for held in (False, True))
-    fifth = part._replace(name=f"a seeded fifth of {part.name}", examples=other, warnings=())
-    return part._replace(examples=kept), fifth
+    return part._replace(examples=kept), part._replace(examples=other)
 
 
 def _joined(parts: Sequence[_Part]) -> _Part:
