@@ -38,8 +38,8 @@ def evaluate_held_out(
 
     Returns:
         Rows of the run's table, and texts with numbers besides the loss for the line that a run prints. The first row
-        is the loss (mean cross-entropy in nats, or a detector's own loss); others are accuracies, macro F1 and losses by
-        layer, precisions, displacements and jump rates.
+        is the loss (mean cross-entropy in nats, or a detector's own loss); others are accuracies, macro F1 and losses
+        by layer, precisions, displacements and jump rates.
     """
     anatomy = find_anatomy(model)
     task = Task.of(model)
@@ -150,7 +150,8 @@ def _batch_sums(
         sums["correct"] = ((outputs.logits.argmax(-1) == labels) & (labels != IGNORE)).sum()
         sums["correct_by_layer"] = read.correct.double().sum(1)  # [L + 1]
         sums["loss_by_layer"] = read.loss.double().sum(1)  # [L + 1], nats
-        assert read.predicted is not None and read.target is not None, "a classifier's head predicts classes"
+        assert read.predicted is not None, "a classifier's head predicts classes"
+        assert read.target is not None, "a classifier's rows have labels"
         predicted, true = (one_hot(classes, outputs.logits.shape[-1]) for classes in (read.predicted, read.target))
         sums |= {"hits": (predicted * true).sum(1), "predicted": predicted.sum(1), "true": true.sum(0)}
     return sums
