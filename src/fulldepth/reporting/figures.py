@@ -23,6 +23,7 @@ DRAWINGS: dict[str, Draw] = {
     "word_maps": charts.word_maps,
     "numbered": charts.numbered,
     "seeds": groups.seeds,
+    "loss_by_flops": groups.loss_by_flops,
     "removal_loss": skip.removal_loss,
     "ranking": rankings.ranking,
     "by_removed": skip.by_removed,
