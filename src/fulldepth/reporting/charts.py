@@ -462,6 +462,7 @@ def profiles(record: Figure, source: PageSource) -> Figures:
 
 
 def _profile(record: Figure, line: Line, source: PageSource) -> go.Figure | None:
+    """A line over layers at up to `PROFILES` steps."""
     curves = {step: record.values(line, rows, source.layers) for step, rows in source.steps.items()}
     known = [step for step, profile in curves.items() if profile]
     drawn_steps = [known[round(at)] for at in np.linspace(0, len(known) - 1, min(PROFILES, len(known)))]

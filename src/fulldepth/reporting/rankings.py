@@ -1,4 +1,4 @@
-"""What a ranking without losses chose by, on a page of `fulldepth skip`: a score of every block."""
+"""Draws the scores of all blocks by which a ranking chose, for pages of `fulldepth skip`."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class MeasureSettings(ReadingSettings):
 
     @property
     def default_measures(self) -> bool:
-        """Whether the default measures are computed: those that model and data allow."""
+        """True if the default measures are computed: those that model and data allow."""
         return self.measures is None or DEFAULT in self.measures
 
     @model_validator(mode="after")
