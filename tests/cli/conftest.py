@@ -17,7 +17,7 @@ def main(monkeypatch, capsys):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["fulldepth", *map(str, arguments)])
         monkeypatch.setitem(cli.DEBUG, "on", False)
-        monkeypatch.setenv("COLUMNS", "400")
+        monkeypatch.setenv("COLUMNS", "600")
         code = 0
         try:
             cli.main()

@@ -50,8 +50,10 @@ def wrong(main, model, text_file, output):
     [
         ("token_policy=patches", "patches"),
         ("measures=[displacement,cosin]", "'cosin'"),
+        ("measures=[defaults,displacement]", "'defaults'. Did you mean 'default'?"),
         ("measures=[]", "measures: got [] (list), expected at least 1 item"),
         *((f"measures=[{name}]", name) for name in ("nc1", "mmd", "separability", "retrieval_weight")),
+        ("measures=[default,separability]", "separability was asked for but cannot be measured"),
     ],
 )
 def test_wrong_settings(wrong, setting, says):

@@ -254,7 +254,7 @@ def test_a_series_of_checkpoints_is_measured_and_resumed_on_the_command_line(mai
     for step in (1, 2):
         shutil.copytree(checkpoint("llama", step), tmp_path / "run" / f"checkpoint-{step}")
     arguments = [
-        "measure", tmp_path / "run", "--data", text_file, "--measures", "layer_effect,displacement",
+        "measure", tmp_path / "run", "--data", text_file, "--measures", "default,layer_effect",
         "--set", "effect_parts=attention,mlp", "--max-sequences", 4, "--sequence-length", 16,
         "--output", tmp_path / "out",
     ]  # fmt: skip

@@ -31,6 +31,19 @@ def test_a_loaded_model_and_a_list_of_texts(model, tokenizer, trained, text_file
     assert by_object.meta["data"]["hash"] == by_name.meta["data"]["hash"]
 
 
+def test_an_optional_measure_beside_the_default_ones(trained, text_file):
+    options = {"sequence_length": 16, "max_sequences": 4}
+    default = fulldepth.measure(trained, text_file, **options)
+    for measures in ("default,layer_effect", ["layer_effect", "default"]):
+        both = fulldepth.measure(trained, text_file, measures=measures, effect_positions=1, **options)
+        is_effect = both.table.measure == "layer_effect"
+        assert is_effect.any()
+        assert_frame_equal(both.table[~is_effect].reset_index(drop=True), default.table)
+        assert [entry for entry in both.meta["left_out"] if entry["measure"] != "layer_effect (predictions)"] == (
+            default.meta["left_out"]
+        )
+
+
 def stop(*_):
     raise KeyboardInterrupt
 

@@ -83,6 +83,7 @@ KINDS = {
     "training": synthetic.training,
     "groups": synthetic.over_seeds,
     "search": skip_folders.search,
+    "ranking": skip_folders.ranked,
     "curve": skip_folders.curve,
     "bench": skip_folders.bench,
     "skips": joined,

@@ -91,6 +91,24 @@ def another():
     return search(blocks=(7, 8, 4, 11), healed=False)
 
 
+def ranked(blocks=("attention 3", "mlp 5", "attention 4"), layers=6):
+    """Kind `skip`: a ranking of attention blocks and MLPs, without losses."""
+    scores = {f"{part} {layer}": score_of(part, layer) for part in ("attention", "mlp") for layer in range(1, 7)}
+    cost = {"forwards": 4, "scores": scores}
+    planned = plan(blocks[:0], layers, healed=False) | {"blocks": [*blocks], "losses": [], "cost": cost}
+    planned |= {"search": "cosine", "granularity": "any"}
+    pairs = [(name.split(), score) for name, score in scores.items()]
+    rows = [row("influence", int(layer), score, site=part, count=10400) for (part, layer), score in pairs]
+    table = tabulate(rows, removed=0, state="original").astype({"removed": "Int64", "state": "str"})
+    sentence = "Removed by the ranking cosine. Losses were not computed."
+    return Results(table, document("skip", planned, layers, headline=findings(loss_added=(None, "nats", sentence))))
+
+
+def score_of(part, layer):
+    """What `ranked` ranks a block by."""
+    return (0.02 if part == "attention" else 0.03) + 0.01 * abs(layer - (3 if part == "attention" else 5))
+
+
 def curve(blocks=FARTHER, at=5, layers=None, **entries):
     """Kind `curve`; the document does not say how deep the model is unless `layers` does."""
     planned = plan(blocks, 12, healed=False, **entries)

@@ -393,7 +393,7 @@ def training(
         },
         "model": {
             "name": name, "class": "LlamaForCausalLM", "model_type": "llama", "parameters": 197_376 * layers + 262_272,
-            "num_layers": layers,
+            "num_layers": layers, "training_flops": 7.5e14 if penalties else 6e14,
         },
         "data": {
             "name": "corpus:builtin/train", "hash": "sha256:" + "cd" * 32, "tokens": 614_400, "documents": 1203,

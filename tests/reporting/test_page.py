@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
+from scipy import stats
 
 from fulldepth.core.errors import rounded
 from fulldepth.reporting import measured, render
@@ -189,6 +190,24 @@ def test_the_tests_over_seeds_in_one_table():
     assert_allclose(drawn[0]["x"], expected, rtol=1e-5)
     ends = np.array(drawn[1]["x"]) + drawn[1]["error_x"]["array"]
     assert_allclose(ends, [test["interval"][1] / test["deviation"] for test in shown], rtol=1e-4)
+
+
+def test_losses_of_groups_by_the_flops_of_their_training():
+    drawn = synthetic.over_seeds().figures()["loss_by_flops"].data
+    groups = (("tiny-jreg", 7.5e14, 3.42, {"jump": 0.09}), ("tiny-llama", 6e14, 3.41, {}))
+    for (name, flops, level, terms), index in zip(groups, (0, 3), strict=True):
+        losses = []  # [seed, step]
+        for one in synthetic.group(name, 0.1, level, terms):
+            rows = one.table[one.table.measure == "validation_loss"]
+            losses.append(rows.set_index("step").value)
+        values = np.array(losses)
+        mean, reach = values.mean(0), stats.sem(values) * stats.t.ppf(0.975, 3)
+        high, low, line = drawn[index : index + 3]
+        assert line.name == name
+        for trace, expected in ((high, mean + reach), (low, mean - reach), (line, mean)):
+            assert_allclose(trace.x, flops / 1e15 * np.arange(0, 301, 50) / 300)
+            assert_allclose(trace.y, expected)
+    assert "loss_by_flops" not in synthetic.training().figures()
 
 
 EMPTY = """() => [...document.querySelectorAll(".plot")]

@@ -71,6 +71,22 @@ def number(text):
     return float(text.split()[0].strip("×").replace("−", "-").replace(",", ""))
 
 
+def test_scores_of_a_ranking_and_the_blocks_that_it_removed():
+    figure = drawn(folders.ranked(), "ranking")
+    expected = {
+        "Attention block": [("attention", layer) for layer in range(1, 7)],
+        "Removed attention block": [("attention", 3), ("attention", 4)],
+        "MLP": [("mlp", layer) for layer in range(1, 7)],
+        "Removed MLP": [("mlp", 5)],
+    }
+    assert [one.name for one in figure.data] == [*expected]
+    for one in figure.data:
+        shown = [(at, value) for at, value in zip(one.x, one.y, strict=True) if value is not None]
+        assert shown == [(layer, folders.score_of(part, layer)) for part, layer in expected[one.name]]
+    assert figure.layout.yaxis.type == "log"
+    assert "ranking" not in folders.search().figures()
+
+
 def test_break_point_healed_loss_and_control_stand_beside_the_line():
     figure = drawn(folders.curve(at=5), "removal_loss")
     assert {(shape.type, shape.x0, shape.x1) for shape in figure.layout.shapes} == {("rect", 4, 6), ("line", 5, 5)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sklearn.metrics import f1_score
 from torch.testing import assert_close
 from transformers import default_data_collator
 
@@ -70,3 +71,5 @@ def test_texts_that_end_with_the_padding_token(family, body, norm, side):
     assert values(found, "lens_accuracy") == pytest.approx((logits.argmax(-1) == labels).double().mean(1).tolist())
     losses = [torch.nn.functional.cross_entropy(layer, labels).item() for layer in logits]
     assert values(found, "lens_loss") == pytest.approx(losses, rel=1e-5)
+    scores = [f1_score(labels, layer.argmax(-1), average="macro") for layer in logits]
+    assert values(found, "lens_f1") == pytest.approx(scores, rel=1e-12)

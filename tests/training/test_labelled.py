@@ -93,6 +93,8 @@ def test_accuracy_and_loss_are_those_of_the_stock_model(tmp_path):
         with torch.no_grad():
             own = model.classifier(model.vit.layernorm(state)[:, 0]).argmax(-1).numpy()
         assert row.value == pytest.approx(accuracy_score(labels, own), abs=1e-12), row.layer
+    figures = results.figures().keys()
+    assert {"lens_accuracy", "lens_accuracy:f1", "steps_lens_accuracy", "steps_lens_accuracy:f1"} <= figures
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path):

@@ -71,7 +71,10 @@ RECIPES = {
         "objective": {"jump": 0.5},
     },
 }
-MEASURES = ("train_loss", "validation_loss", "validation_accuracy", "lens_accuracy", "displacement", "learning_rate")
+MEASURES = (
+    *("train_loss", "validation_loss", "validation_accuracy"),
+    *("lens_accuracy", "lens_f1", "displacement", "learning_rate"),
+)
 RANDOM = {"rng_state.pth", "rng_state_0.pth", "rng_state_1.pth"}
 
 

@@ -40,12 +40,24 @@ def held_out(path, run):
     return torch.stack([packed.validation[i]["input_ids"] for i in range(len(packed.validation))])
 
 
+def flops_of(checkpoint, path):
+    """Of a Llama's training with recomputed blocks: four passes through the blocks and three through the head."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    chosen = settings(path)
+    length = chosen.sequence_length
+    matrices = sum(weight.numel() for name, weight in model.named_parameters() if "layers" in name and weight.ndim == 2)
+    attention = 2 * model.config.hidden_size * (length + 1) * model.config.num_hidden_layers
+    head = 2 * model.get_output_embeddings().weight.numel()
+    return chosen.steps * chosen.global_batch_size * length * (4 * (2 * matrices + attention) + 3 * head)
+
+
 @pytest.mark.filterwarnings("error:.*will be removed in v6:FutureWarning")
 def test_the_record_tells_what_the_checkpoints_do(recipe, tmp_path):
     path = recipe(objective={"jump": 0.5}, gradient_checkpointing=True)
     results = train_by(path, tmp_path / "run")
     windows = held_out(path, tmp_path)
     assert sorted(set(results.table.step)) == [0, 3, 6, 8]
+    assert results.meta["model"]["training_flops"] == pytest.approx(flops_of(tmp_path / "run" / "checkpoint-8", path))
     for step in (3, 6, 8):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / f"checkpoint-{step}").double().eval()
         model.config.tie_last_hidden_states = False

@@ -56,7 +56,7 @@ def measure_command(
     (settings, headline). An interrupted series resumes after its last checkpoint, and is extended by new ones; a single
     checkpoint is measured again from the start.
 
-    Example: `fulldepth measure MODEL --data text.txt --measures displacement,jump_rate --output out/`
+    Example: `fulldepth measure MODEL --data text.txt --measures default,layer_effect --output out/`
 
     Several processes: `torchrun --nproc-per-node 2 -m fulldepth measure MODEL --data text.txt --output out/`
     """

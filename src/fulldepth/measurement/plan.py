@@ -16,7 +16,7 @@ from fulldepth.measurement.caveats import NO_TARGET
 from fulldepth.measurement.weights import projection_names, shares_of_heads
 from fulldepth.metrics import METRICS, Measure, Setup
 from fulldepth.metrics.layer_effect import STRIDE
-from fulldepth.settings.measure import MeasureSettings
+from fulldepth.settings.measure import DEFAULT, MeasureSettings
 from fulldepth.subject import Subject
 
 UNUSUAL = {"routing", "boxes", "classes"}
@@ -96,28 +96,27 @@ def make_plan(
     Args:
         subject: model and data.
         counting: which positions count.
-        settings: name the measures; None = all that can run.
+        settings: name the measures; the default ones are all that can run.
         stream_scale: `residual`, `reference` -> c_0..c_L of the two models of MMD; None = there is no second model.
         shows_all: whether the lens grid shows every sequence, so that predictions are of use without targets.
 
     Raises:
         FulldepthError: for an unknown measure, or a requested one that cannot run, with the reason.
     """
-    names = settings.measures
+    named = settings.named_measures
     verified = subject.verified
     sequences = subject.sequences
     setup = replace(make_setup(subject, counting, settings), stream_scale=stream_scale or {})
-    for name in names or ():
-        if name not in METRICS:
-            raise unknown("measure", name, METRICS)
+    for name in sorted(named - METRICS.keys()):
+        raise unknown("measure", name, [DEFAULT, *METRICS])
     plan = MeasurePlan(setup, counting)
     reasons = missing(setup, subject, stream_scale is not None, shows_all)
     for name, measure in METRICS.items():
-        if name not in names if names is not None else measure.optional:
+        if name not in named and (measure.optional or not settings.default_measures):
             continue
         needs = sorted(measure.needs & reasons.keys())
         why = "; ".join(reasons[need] for need in needs)
-        if why and names is not None:
+        if why and name in named:
             raise FulldepthError(f"{name} was asked for but cannot be measured: {why}.")
         if why:
             plan.left_out += [] if UNUSUAL & set(needs) else [{"measure": name, "reason": why}]

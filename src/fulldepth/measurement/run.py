@@ -438,7 +438,7 @@ def measure_subject(
         rows += measured
         if not measured:
             reason = EMPTY.get(name, "there are too few tokens or occurrences in the data")
-            if settings.measures is not None:
+            if name in settings.named_measures:
                 raise FulldepthError(f"{name} was asked for but cannot be measured: {reason}.")
             plan.left_out.append({"measure": name, "reason": reason})
     table = tabulate(rows)

@@ -21,7 +21,7 @@ from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.cosine import Projected, cross_rows, cross_similarity
 from fulldepth.results import Finding, Results, finite, joined_influences, tabulate
-from fulldepth.settings.measure import MeasureSettings
+from fulldepth.settings.measure import DEFAULT, MeasureSettings
 from fulldepth.subject import Subject
 
 TOWERS = {"image": "vision", "text": "text"}
@@ -111,7 +111,7 @@ def measure_each(names: Sequence[str], source: Source, settings: MeasureSettings
     for name in reversed(names):  # the decoder first: it refuses other data
         asked = settings.measures
         if asked is not None and name == "encoder":
-            asked = [measure for measure in asked if "targets" not in METRICS[measure].needs]
+            asked = [measure for measure in asked if measure == DEFAULT or "targets" not in METRICS[measure].needs]
         if asked or not settings.measures:
             parts[name] = measured(source, settings.model_copy(update={"tower": name, "measures": asked}))[0]
     return combine_stacks(dict(reversed(parts.items())))

@@ -245,11 +245,11 @@ def _products_of_channels(
         later = products.sum(0)
         every = later + x[:first].T @ y[:first]
         # Sums of a row in the features' precision, of rows in float64.
-        whole = torch.stack([later, every], dim=2)  # [D, D, 2]
-        with_whole = torch.bmm(products.transpose(0, 1), whole).sum(0, dtype=torch.float64)  # [G, 2]
+        whole = torch.stack([later, every], dim=1)  # [D, 2, D]
+        with_whole = torch.bmm(whole, products.permute(1, 2, 0)).sum(0, dtype=torch.float64)  # [2, G]
         with_itself = torch.linalg.vector_norm(products, dim=2).double().square().sum(1)  # [G]
-        total[1, :, :, left_layer, right_layer] = torch.stack([with_whole[:, 0], with_itself])
-        total[0, :, :, left_layer, right_layer] = torch.stack([with_whole[:, 1], with_itself])
+        total[1, :, :, left_layer, right_layer] = torch.stack([with_whole[0], with_itself])
+        total[0, :, :, left_layer, right_layer] = torch.stack([with_whole[1], with_itself])
         if first:
             added = ((x[:first] @ every) * y[:first]).sum(1, dtype=torch.float64)
             total[0, 0, :, left_layer, right_layer].index_add_(0, group[:first], added)
@@ -336,7 +336,7 @@ def _assemble(products: Tensor, layers: Sequence[LayerSums], group: Tensor, firs
     def scaled(hsic: Hsic) -> Hsic:
         return Hsic(hsic.values * torch.outer(scale, scale), hsic.terms * scale.square())
 
-    sums = [_sums_by_group(layer.features[first:], member) for layer in layers]  # [D, G] each
+    sums = [_sums_by_group(layer.features[first:], group[first:], products.shape[1]) for layer in layers]  # [D, G] each
     whole = torch.zeros_like(squares)  # sums of the Gram matrices' rows
     groups = products.shape[1]
     rest_rows = products.new_zeros(groups, len(layers), len(layers))
@@ -344,7 +344,7 @@ def _assemble(products: Tensor, layers: Sequence[LayerSums], group: Tensor, firs
     for start in range(0, squares.shape[1], PART):
         part = slice(start, start + PART)
         of_layers = zip(layers, sums, strict=True)
-        in_group = torch.stack([layer.features[first:][part].double() @ own for layer, own in of_layers])  # [S, p, G]
+        in_group = torch.stack([layer.features[first:][part] @ own for layer, own in of_layers]).double()  # [S, p, G]
         whole[:, part] = in_group.sum(2)
         rest = (whole[:, part] - squares[:, part])[..., None] - in_group
         rest = (rest * (1 - member[part])).permute(2, 0, 1)  # [G, S, p]
@@ -361,9 +361,9 @@ def _assemble(products: Tensor, layers: Sequence[LayerSums], group: Tensor, firs
     )
 
 
-def _sums_by_group(x: Tensor, member: Tensor) -> Tensor:
-    """[D, G] float64: sum of the tokens `[n, D]` of each group, to which `member [n, G]` assigns them."""
-    total = member.new_zeros(x.shape[1], member.shape[1])
-    for part, groups in zip(x.split(PART), member.split(PART), strict=True):
-        total += part.double().T @ groups
-    return total
+def _sums_by_group(x: Tensor, group: Tensor, groups: int) -> Tensor:
+    """[D, G] in the precision of `x [n, D]`: sum of the tokens of each group, added in float64; `group` is `[n]`."""
+    total = x.new_zeros(groups, x.shape[1], dtype=torch.float64)
+    for part, numbers in zip(x.split(PART), group.split(PART), strict=True):
+        total.index_add_(0, numbers, part.double())
+    return total.T.to(x.dtype)

@@ -456,8 +456,13 @@ def displacement_figures(record: Figure, source: PageSource) -> Figures:
 
 
 def profiles(record: Figure, source: PageSource) -> Figures:
-    """A number of every layer at a few steps, later steps in stronger colours."""
-    (line,) = record.expanded(source.table)
+    """A number of every layer at a few steps, later steps in stronger colours; one variant for each line."""
+    every = record.expanded(source.table)
+    return readings((line.key, _profile(record, line, source)) for line in every)
+
+
+def _profile(record: Figure, line: Line, source: PageSource) -> go.Figure | None:
+    """A line over layers at up to `PROFILES` steps."""
     curves = {step: record.values(line, rows, source.layers) for step, rows in source.steps.items()}
     known = [step for step, profile in curves.items() if profile]
     drawn_steps = [known[round(at)] for at in np.linspace(0, len(known) - 1, min(PROFILES, len(known)))]
@@ -466,8 +471,9 @@ def profiles(record: Figure, source: PageSource) -> Figures:
         for index, step in enumerate(drawn_steps, start=1)
     ]
     yaxis = value_axis(record.axis, record.scale)
-    drawn = chart(every, xaxis=layer_axis(source.layers, record.first), yaxis=yaxis, showlegend=True)
-    return readings([("", drawn and (set_first_apart(drawn) if record.scale == "zero" else drawn))])
+    across = layer_axis(source.layers, record.first)
+    drawn = chart(every, xaxis=across, yaxis=yaxis, variant=line.variant, showlegend=True)
+    return set_first_apart(drawn) if drawn is not None and record.scale == "zero" else drawn
 
 
 def word_maps(_: Figure, source: PageSource) -> Figures:

@@ -82,7 +82,7 @@ class Drawn:
     hover: str = ""
     """Text at the start of the hover box."""
     across: Sequence[float] = ()
-    """Positions on the x axis; empty = those of the curve."""
+    """Positions on the x axis of the curve and the ends of its band; empty = their own."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further settings of the trace."""
 
@@ -117,9 +117,10 @@ class Drawn:
         hover = f"%{{y:{self.form}}} to %{{customdata[0]:{self.form}}}"
         fill = {"fill": "tonexty", "fillcolor": translucent(self.color), "showlegend": bool(self.band)}
         ends = [[self.high.points.get(at)] for at in self.low.at]
+        above, below = (list(self.across) or end.at for end in (self.high, self.low))
         return [
-            go.Scatter(x=self.high.at, y=self.high.values, showlegend=False, hoverinfo="skip", **edge),
-            go.Scatter(x=self.low.at, y=self.low.values, customdata=ends, hovertemplate=hover, **fill, **edge),
+            go.Scatter(x=above, y=self.high.values, showlegend=False, hoverinfo="skip", **edge),
+            go.Scatter(x=below, y=self.low.values, customdata=ends, hovertemplate=hover, **fill, **edge),
             curve_trace,
         ]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.reporting import charts, evaluation, exits, groups, skip
+from fulldepth.reporting import charts, evaluation, exits, groups, rankings, skip
 from fulldepth.reporting.charts import Figure, every_record
 from fulldepth.reporting.kinds import COMPARISON, EXIT, EXITS, GROUPS, SERIES, SINGLE, TRAINING
 from fulldepth.reporting.source import PageSource, rows_of_stack
@@ -23,7 +23,9 @@ DRAWINGS: dict[str, Draw] = {
     "word_maps": charts.word_maps,
     "numbered": charts.numbered,
     "seeds": groups.seeds,
+    "loss_by_flops": groups.loss_by_flops,
     "removal_loss": skip.removal_loss,
+    "ranking": rankings.ranking,
     "by_removed": skip.by_removed,
     "pareto": skip.pareto,
     "tradeoff": exits.tradeoff,

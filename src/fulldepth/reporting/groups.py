@@ -5,12 +5,12 @@ from __future__ import annotations
 from textwrap import wrap
 
 from fulldepth.core.errors import rounded
-from fulldepth.reporting.charts import Figure
-from fulldepth.reporting.draw import points
+from fulldepth.reporting.charts import Figure, readings
+from fulldepth.reporting.draw import Drawn, chart, points, value_axis
 from fulldepth.reporting.measured import PageFinding
 from fulldepth.reporting.phrases import quantity, short
-from fulldepth.reporting.source import PageSource
-from fulldepth.reporting.style import CATEGORICAL, MUTED, Figures, axis, figure, label, minus
+from fulldepth.reporting.source import PageSource, PlottedCurve, number
+from fulldepth.reporting.style import CATEGORICAL, MUTED, Figures, axis, categorical, figure, label, minus
 from fulldepth.reporting.tables import PROSE, Meta, Table, across, flatten, of_record, page_texts
 
 
@@ -114,6 +114,23 @@ def seeds(_: Figure, source: PageSource) -> Figures:
         f"{name.replace('<br>', ' ')}: {text}." for name, (_, _, text) in zip(names, means, strict=True)
     )
     return {"": drawn.add_vline(0, line={"color": MUTED, "width": 1})}
+
+
+def loss_by_flops(record: Figure, source: PageSource) -> Figures:
+    """Validation loss of both groups over the FLOPs of their training, with 95 % intervals over seeds."""
+    drawn = []
+    for index, entry in enumerate(source.meta.get("models") or []):
+        losses = entry.get("losses_by_flops") or []
+        mean, low, high = (
+            PlottedCurve([*range(len(losses))], [number(loss.get(name)) for loss in losses], ["?"] * len(losses))
+            for name in ("mean", "low", "high")
+        )
+        peta = [float(f"{loss['flops'] / 1e15:.4g}") for loss in losses]
+        name = label(entry.get("label", "?"), 40)
+        drawn.append(Drawn(mean, name, **categorical(index), low=low, high=high, across=peta))
+    across = axis("Training compute (10¹⁵ FLOP)", unifiedhovertitle={"text": "%{x} · 10¹⁵ FLOP"})
+    drawing = chart(drawn, xaxis=across, yaxis=value_axis(record.axis, record.scale), showlegend=True)
+    return readings([("", drawing)])
 
 
 def _seeds(source: PageSource) -> list[int]:

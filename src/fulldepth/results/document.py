@@ -95,6 +95,8 @@ class ModelEntry(Entries):
     revision: str | None = None
     num_layers: Layer | None = None
     parameters: Whole | None = None
+    training_flops: Ratio | None = None
+    """Of a training run with all its steps, without penalties and evaluations."""
 
 
 class SplitEntry(Entries):
@@ -323,6 +325,15 @@ class TestEntry(Entries):
     by_seed: list[Number] | None = None
 
 
+class LossEntry(Entries):
+    """Validation loss of a group of training runs at one step: the mean over seeds with its 95 % interval."""
+
+    flops: Ratio
+    mean: Number
+    low: Number | None = None
+    high: Number | None = None
+
+
 class PolicyEntry(Entries):
     """Which tokens count."""
 
@@ -390,6 +401,7 @@ class ComparedEntry(Described, PlanEntry):
     baseline: bool | None = None
     paired: bool | None = None
     seeds: list[Whole] | None = None
+    losses_by_flops: list[LossEntry] | None = None
     generation: list[ExitEntry] | None = None
 
 

@@ -143,8 +143,13 @@ def compare_groups(
         lines.append(f"{first_place}{f' and {len(other_places)} others' if other_places else ''}: {text}")
     table = pd.concat([every, tests], ignore_index=True).drop(columns=["against", "by_seed"])
     models = [
-        {**{name: value for name, value in entry.items() if name != "label"}, "label": label, "seeds": seeds}
-        for label, entry in zip(labels, entries[0], strict=True)
+        {
+            **{name: value for name, value in entry.items() if name != "label"},
+            "label": label,
+            "seeds": seeds,
+            "losses_by_flops": _losses_by_flops(group),
+        }
+        for label, entry, group in zip(labels, entries[0], zip(*pairs, strict=True), strict=True)
     ]
     document = {
         "of": "groups",
@@ -293,6 +298,28 @@ def _notes_on_runs(members: list[Member], step: int) -> list[str]:
     if busy := next(filter(None, (_busy(member, step) for member in members)), ""):
         lines.append(f"Time and memory are not compared, because {busy}.")
     return lines
+
+
+def _losses_by_flops(group: Sequence[Member]) -> list[dict[str, float]]:
+    """Validation losses of a group of runs at every step that all its seeds have, by the training FLOPs up to it.
+
+    They are means over seeds with 95 % intervals (Student's t). Empty for measurements, and for runs that do not state
+    their FLOPs.
+    """
+    meta = group[0].results.meta
+    total = (meta.get("model") or {}).get("training_flops")
+    steps = (meta.get("settings") or {}).get("steps")
+    if meta["kind"] != "training" or not total or not steps:
+        return []
+    rows = [_rows(member.results.table, "validation_loss") for member in group]
+    losses = pd.concat([table.set_index("step")["value"] for table in rows], axis=1).dropna().sort_index()  # [S, seeds]
+    reach = quantile(len(group)) / len(group) ** 0.5
+    means = losses.mean(axis=1)
+    ends = reach * losses.std(axis=1)
+    return [
+        {"flops": total * step / steps, "mean": mean, "low": mean - end, "high": mean + end}
+        for step, mean, end in zip(losses.index.tolist(), means.tolist(), ends.tolist(), strict=True)
+    ]
 
 
 def _tests(rows: pd.DataFrame) -> pd.DataFrame:

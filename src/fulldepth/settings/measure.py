@@ -13,6 +13,8 @@ from fulldepth.settings.loading import LOADING, SPREADING, Count, Length, Loadin
 TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos", "patches", "mean", "mean-patches"]
 EffectPart = Literal["layer", "attention", "mlp"]
 
+DEFAULT = "default"
+"""Word in `measures` that stands for all measures that are computed when none is named."""
 SAMPLES = ("lens_tokens", "entropy_sequences", "reservoir_tokens")
 """Settings that limit a sample; None = no limit."""
 PLAIN_LENS = ("lens_accuracy", "lens_loss", "saturation", "effective_depth")
@@ -37,11 +39,11 @@ class MeasureSettings(ReadingSettings):
     }
 
     measures: Annotated[list[str], Field(min_length=1)] | None = None
-    """Comma-separated names from displacement, jump_rate, coherence, cosine, cka, norm_ratio, contribution,
-    lens_accuracy, lens_loss, lens_f1, saturation, effective_depth, linear_lens_accuracy, linear_lens_loss, nc1,
-    renyi_entropy, separability, spectral_norm, mmd, retrieval_weight, expected_retrieval, average_precision,
-    layer_effect; None = all that model and data allow, without the linear lens and layer_effect, which take forward
-    passes of their own."""
+    """Comma-separated names from default (which others add to: `default,layer_effect`), displacement, jump_rate,
+    coherence, cosine, cka, norm_ratio, contribution, lens_accuracy, lens_loss, lens_f1, saturation, effective_depth,
+    linear_lens_accuracy, linear_lens_loss, nc1, renyi_entropy, separability, spectral_norm, mmd, retrieval_weight,
+    expected_retrieval, average_precision, layer_effect; None = all that model and data allow, without the linear lens
+    and layer_effect, which take forward passes of their own."""
     batch_size: Count = 8
     """Sequences in one forward pass; does not affect results."""
     token_policy: TokenPolicy = "auto"
@@ -89,13 +91,23 @@ class MeasureSettings(ReadingSettings):
     anatomy: dict[str, Any] | None = None
     """Names of the model's parts (fields of `fulldepth.hf.Family`), for a family neither listed nor detected."""
 
+    @property
+    def named_measures(self) -> set[str]:
+        """The measures that are asked for by name: one that cannot be computed is refused."""
+        return {*(self.measures or ())} - {DEFAULT}
+
+    @property
+    def default_measures(self) -> bool:
+        """True if the default measures are computed: those that model and data allow."""
+        return self.measures is None or DEFAULT in self.measures
+
     @model_validator(mode="after")
     def _have_their_measure(self) -> MeasureSettings:
         """Refuse settings of a measure that is computed by name only, and was not named."""
         for settings, measures in ((FITTING, LINEAR_LENS), (OF_EFFECTS, ("layer_effect",))):
             fields = type(self).model_fields
             given = [name for name in settings if getattr(self, name) != fields[name].get_default()]
-            if given and not set(measures) & set(self.measures or ()):
+            if given and self.named_measures.isdisjoint(measures):
                 names = " or ".join(measures)
                 raise FulldepthError(f"{self.option(given[0])} has no effect without {names} among --measures.")
         return self

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from fulldepth.core.distributed import add_up, current
 from fulldepth.core.targets import IGNORE
 from fulldepth.execution import capture, find_anatomy, read_layers
 from fulldepth.hf import Anatomy, Classifier, DetectionHeads, evaluating
 from fulldepth.losses import Task
-from fulldepth.metrics import AveragePrecision, Detections, Observation, Row, Setup, displacement, jump_rate
+from fulldepth.metrics import AveragePrecision, Detections, Observation, Row, Setup, displacement, jump_rate, macro_f1
 
 
 @torch.no_grad()
@@ -37,8 +38,8 @@ def evaluate_held_out(
 
     Returns:
         Rows of the run's table, and texts with numbers besides the loss for the line that a run prints. The first row
-        is the loss (mean cross-entropy in nats, or a detector's own loss); others are accuracies and losses by layer,
-        precisions, displacements and jump rates.
+        is the loss (mean cross-entropy in nats, or a detector's own loss); others are accuracies, macro F1 and losses
+        by layer, precisions, displacements and jump rates.
     """
     anatomy = find_anatomy(model)
     task = Task.of(model)
@@ -81,7 +82,7 @@ def evaluate_held_out(
 
     def add(measure: str, value: Any, layer: int | None = None, unit: str = "1", count: float = targets) -> None:
         site = "model" if layer is None else "residual"
-        statistic = "value" if measure == "jump_rate" else "mean"
+        statistic = {"jump_rate": "value", "lens_f1": "macro"}.get(measure, "mean")
         rows.append(Row(measure, site, layer, None, statistic, float(value), round(count), unit))
 
     add("validation_loss", sums["loss"] / targets, unit="1" if detects else "nats")
@@ -95,6 +96,8 @@ def evaluate_held_out(
         for layer, (number, loss) in enumerate(zip(*by_layer, strict=True)):  # aligned training, Eq. 2
             add("lens_accuracy", number / targets, layer)
             add("lens_loss", loss / targets, layer, "nats")
+        for layer, f1 in enumerate(macro_f1(sums["hits"], sums["predicted"], sums["true"]).tolist()):  # Fig. 8 and 21
+            add("lens_f1", f1, layer)
     if precision is not None:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # a process may have had no batches
             rows += precision.rows()
@@ -117,8 +120,9 @@ def _batch_sums(
     """Return sums over a batch.
 
     They are displacements [L] and the numbers of defined ones [L], tokens, cross-entropy, the rest of the loss, and
-    targets (objects for a detector). For a classifier also the rows that the model classifies correctly, and the
-    correct rows and losses of its head on layers 0..L.
+    targets (objects for a detector). For a classifier also the rows that the model classifies correctly, the correct
+    rows and losses of its head on layers 0..L [L + 1], and by class their hits and predictions [L + 1, K] and the true
+    rows [K].
     """
     loss = task.loss(outputs)
     targets = task.targets(batch)
@@ -146,6 +150,10 @@ def _batch_sums(
         sums["correct"] = ((outputs.logits.argmax(-1) == labels) & (labels != IGNORE)).sum()
         sums["correct_by_layer"] = read.correct.double().sum(1)  # [L + 1]
         sums["loss_by_layer"] = read.loss.double().sum(1)  # [L + 1], nats
+        assert read.predicted is not None, "a classifier's head predicts classes"
+        assert read.target is not None, "a classifier's rows have labels"
+        predicted, true = (one_hot(classes, outputs.logits.shape[-1]) for classes in (read.predicted, read.target))
+        sums |= {"hits": (predicted * true).sum(1), "predicted": predicted.sum(1), "true": true.sum(0)}
     return sums
 
 

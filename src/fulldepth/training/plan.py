@@ -55,6 +55,11 @@ class RunPlan:
         recomputed = self.flops.forward - self.flops.head if self.settings.gradient_checkpointing else 0.0
         return self.flops.training + recomputed
 
+    @property
+    def run_flops(self) -> float | None:
+        """Training FLOPs of the whole run, see `step_flops`; None for a detector."""
+        return None if self.flops is None else self.step_flops * self.tokens
+
 
 def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 1) -> RunPlan:
     """Estimate the cost of a run. The model is on the meta device, so any size can be planned on any machine.
@@ -145,5 +150,5 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
         ("tokens", f"{run.tokens:,}", f"{run.tokens / run.parameters:,.3g} for each parameter."),
         ("forward", f"{flops.forward:.3g} FLOP/token", f"Matrix products, attention over {attention}."),
         ("training", f"{run.step_flops:.3g} FLOP/token", f"{passes}; without penalties."),
-        ("total", f"{run.step_flops * run.tokens:.3g} FLOP", "The whole run, without penalties and evaluations."),
+        ("total", f"{run.run_flops:.3g} FLOP", "The whole run, without penalties and evaluations."),
     ]

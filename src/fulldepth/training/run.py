@@ -33,6 +33,7 @@ from fulldepth.training.folder import (
 )
 from fulldepth.training.labelled import image_data, padding_warning, text_data
 from fulldepth.training.model import build_model, start_exit_heads, tying_notes
+from fulldepth.training.plan import plan
 from fulldepth.training.text import conversation_data, packed_data, require_separate_documents
 from fulldepth.training.trainer import RunTrainer, resolved, smaller_batch, training_arguments
 
@@ -110,6 +111,7 @@ def train(
                     "model_type": model.config.model_type,
                     "parameters": sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name),
                     "num_layers": find_anatomy(model).num_layers,
+                    "training_flops": plan(settings, data.config, processes=launch.world()).run_flops,
                 },
                 "data": {"name": settings.data.name, **data.facts, "validation_sequences": len(data.validation)},
                 "versions": versions(),
