@@ -17,7 +17,7 @@ from fulldepth.execution.decoding import certainty
 from fulldepth.exit.readings import Exit, Readings, calibrated, candidates, no_advice, splits
 from fulldepth.exit.served import SpeedUp
 from fulldepth.exit.sweep import ExitRow, drop_sentence
-from fulldepth.metrics.jackknife import Mean
+from fulldepth.metrics.standard_errors import Mean
 from metrics.oracle import of_ratio
 from refusals import refused
 from tiny_models import seeded

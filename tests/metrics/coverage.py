@@ -33,7 +33,7 @@ from fulldepth.metrics import (
     Saturation,
     Setup,
 )
-from fulldepth.metrics.jackknife import Mean
+from fulldepth.metrics.standard_errors import Mean
 from metrics.oracle import psi, ratio, renyi
 
 ORDERS = ("sorted", "alternating", "shuffled", "windows")

@@ -18,7 +18,7 @@ from fulldepth.metrics import (
     Saturation,
     coherence,
 )
-from fulldepth.metrics.jackknife import influence_of_channel_mean, leave_one_out
+from fulldepth.metrics.standard_errors import influence_of_channel_mean, leave_one_out
 from metrics.oracle import jackknife, of_ratio, psi
 
 RAGGED = (9, 4, 7, 9, 2, 6, 9, 3, 8, 5, 9, 2, 6, 7, 3, 9, 9, 4, 8, 6)

@@ -10,7 +10,7 @@ import torch
 
 from fulldepth.core.uncertainty import GROUPS, advisable
 from fulldepth.evaluation.scoring import Score, Scored
-from fulldepth.metrics.jackknife import Mean
+from fulldepth.metrics.standard_errors import Mean
 from fulldepth.results import Finding
 
 TOLERANCE = 0.01

@@ -27,7 +27,7 @@ from fulldepth.evaluation.embedding import Embedder
 from fulldepth.evaluation.harness import Answers, LayerReader
 from fulldepth.evaluation.model import EvaluatedModel
 from fulldepth.hf.truncation import truncated
-from fulldepth.metrics.jackknife import Mean
+from fulldepth.metrics.standard_errors import Mean
 from fulldepth.results import Finding
 from fulldepth.settings.evaluate import QUALITY, EvaluateSettings
 

@@ -36,7 +36,7 @@ from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.decoding import ExitRule, certainty
 from fulldepth.execution.lens import PositionSample
 from fulldepth.execution.predictions import losses, read_predictions
-from fulldepth.metrics.jackknife import Mean
+from fulldepth.metrics.standard_errors import Mean
 from fulldepth.settings.exit import LayerReadingSettings, Rule
 from fulldepth.subject import Subject
 

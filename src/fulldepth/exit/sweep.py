@@ -19,7 +19,7 @@ from fulldepth.execution.decoding import Decoder, Generation
 from fulldepth.execution.latency import OtherLoad, machine, order
 from fulldepth.exit.readings import Exit, Readings, batch_size_of, calibrated, no_advice, read, splits
 from fulldepth.exit.served import SpeedUp, timed
-from fulldepth.metrics.jackknife import Mean
+from fulldepth.metrics.standard_errors import Mean
 from fulldepth.results import Finding, Results, claimed, finite, provenance, tabulate
 from fulldepth.settings.exit import ExitSettings
 from fulldepth.settings.keywords import takes_settings

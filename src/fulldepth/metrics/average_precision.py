@@ -16,7 +16,7 @@ from fulldepth.core.distributed import current
 from fulldepth.core.errors import needing
 from fulldepth.core.uncertainty import FEWEST_CLUSTERS
 from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import influence_of_estimate, standard_error
+from fulldepth.metrics.standard_errors import influence_of_estimate, standard_error
 
 Target = Mapping[str, Tensor]
 """Objects of one image: `class_labels` [n], `boxes` [n, 4] and perhaps `crowd` [n] bool."""

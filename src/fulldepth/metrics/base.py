@@ -20,8 +20,8 @@ from torch.nn.functional import one_hot
 
 from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import deal
-from fulldepth.metrics.jackknife import influence_of_ratio, standard_error
 from fulldepth.metrics.reservoir import CPU, Accumulator, Reservoir
+from fulldepth.metrics.standard_errors import influence_of_ratio, standard_error
 
 NO_FIRST = ":no-first"
 """Suffix of statistics that exclude the first token of each sequence."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fulldepth.metrics.base import POSITION_BITS, Influence, Measure, Observation, Row, Setup, later_than_first
 from fulldepth.metrics.hsic import Hsic, hsic_of, hsic_of_views, operations
-from fulldepth.metrics.jackknife import influence_of_estimate, standard_error
+from fulldepth.metrics.standard_errors import influence_of_estimate, standard_error
 
 NO_HSIC = 1e-13
 """Fraction of the terms of an HSIC below which a layer's HSIC with itself is rounding and counts as 0."""

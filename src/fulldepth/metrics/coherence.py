@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fulldepth.core.threads import map_threads
 from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import influence_of_channel_mean, leave_one_out
+from fulldepth.metrics.standard_errors import influence_of_channel_mean, leave_one_out
 
 STD_EPS = 1e-8
 """The paper's epsilon, added to the standard deviation."""

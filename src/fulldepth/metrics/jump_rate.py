@@ -10,7 +10,7 @@ from torch import Tensor
 from fulldepth.core.thresholds import LARGE_JUMP
 from fulldepth.core.uncertainty import SIGNIFICANT, quantile
 from fulldepth.metrics.base import Influence, Means, Observation, Row, Setup, angular
-from fulldepth.metrics.jackknife import influence_of_ratio, standard_error
+from fulldepth.metrics.standard_errors import influence_of_ratio, standard_error
 
 
 def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from fulldepth.metrics.base import POSITION_BITS, Influence, Measure, Row, Setup
-from fulldepth.metrics.jackknife import influence_of_ratio, standard_error
 from fulldepth.metrics.reservoir import Reservoir, priority
+from fulldepth.metrics.standard_errors import influence_of_ratio, standard_error
 
 SCOPES = ("all", "future")
 """`all`: a part is removed at every position. `future`: only at positions before t, and effects are read from t on."""

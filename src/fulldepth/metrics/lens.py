@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot
 
 from fulldepth.core.uncertainty import crossing
 from fulldepth.metrics.base import Influence, Means, Measure, Observation, Place, Readout, Row, Setup
-from fulldepth.metrics.jackknife import influence_of_estimate, influence_of_ratio, leave_one_out, standard_error
+from fulldepth.metrics.standard_errors import influence_of_estimate, influence_of_ratio, leave_one_out, standard_error
 
 EPSILONS = (0.01, 0.05, 0.1, 0.2)
 """Tolerances relative to perfect accuracy (Def. 1)."""

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Influence, Observation, Row, Setup
-from fulldepth.metrics.jackknife import influence_of_ratio, standard_error
 from fulldepth.metrics.lens import LensAccuracy, LensLoss, LensMean
 from fulldepth.metrics.reservoir import CPU, Accumulator
+from fulldepth.metrics.standard_errors import influence_of_ratio, standard_error
 
 STRENGTHS = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 """Ridges that are tried, as multiples of the mean eigenvalue of the sums of products."""
