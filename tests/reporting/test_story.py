@@ -186,7 +186,12 @@ def test_removal_alone_has_a_strip_and_a_sentence():
 
 @pytest.mark.parametrize(
     ("layers", "text"),
-    [([3], "layer 3"), ([3, 4], "layers 3 and 4"), ([9, 2, 3, 4, 7], "layers 2 to 4, 7, 9")],
+    [
+        ([3], "layer 3"),
+        ([3, 4], "layers 3 and 4"),
+        ([9, 2, 3, 4, 7], "layers 2 to 4, 7 and 9"),
+        ([5, 6, 8, 10], "layers 5, 6, 8 and 10"),
+    ],
 )
 def test_layers_in_words(layers, text):
     assert layer_spans(layers) == text

@@ -147,13 +147,13 @@ def measurement_story(source: PageSource) -> dict[str, Any] | None:
 
 
 def layer_spans(layers: list[int]) -> str:
-    """Ascending layers as text: `layers 4 to 8, 13`."""
+    """Ascending layers as text: `layers 4 to 8, 12 and 13`; two neighbours are two layers, three a span."""
     firsts, lasts = (sorted(layer for layer in layers if layer + step not in layers) for step in (-1, 1))
-    texts = [
-        str(first) if first == last else f"{first} {'and' if last == first + 1 else 'to'} {last}"
-        for first, last in zip(firsts, lasts, strict=True)
-    ]
-    return ("layer " if len(layers) == 1 else "layers ") + ", ".join(texts)
+    texts: list[str] = []
+    for first, last in zip(firsts, lasts, strict=True):
+        texts += [f"{first} to {last}"] if last > first + 1 else map(str, range(first, last + 1))
+    listed = " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
+    return f"layer{'s' * (len(layers) > 1)} {listed}"
 
 
 def _last(facts: Facts) -> str:
