@@ -89,8 +89,11 @@ def search_command(
         progress=True,
     )
     if launch.is_main():
+        results = Saved.load(output)
         console.line(f"Plan: {output / 'plan.json'}")
-        console.finish(Saved.load(output), output / PAGE)
+        removed = ", ".join(results.meta.get("removed_modules") or [])
+        console.line(f"Removed (layers counted from 0, as in transformers): {removed}")
+        console.finish(results, output / PAGE)
 
 
 @command(skip, "apply", ExportSettings)
@@ -105,7 +108,8 @@ def apply_command(
             help="folded: an ordinary checkpoint of the same class; loads anywhere, no faster. fast: without the "
             "blocks on disk, in memory and in the cache; carries its code. decilm: the same in the layout of vLLM and "
             "llama.cpp. layer: without whole layers, for plans of that granularity. gguf: one file for llama.cpp, from "
-            "a MODEL that is a GGUF file; --output names it (small.gguf)."
+            "a MODEL that is a GGUF file; --output names it (small.gguf). mergekit: a recipe (small.yaml) by which "
+            "mergekit writes what layer holds."
         ),
     ] = "folded",
 ) -> None:
@@ -117,7 +121,8 @@ def apply_command(
     from fulldepth.skip import export
 
     exported = export(plan, model, format, output, settings=settings)
-    console.checkpoint(exported, output, [("format", exported.format)])
+    title = "Recipe" if exported.format == "mergekit" else "Checkpoint"
+    console.checkpoint(exported, output, [("format", exported.format)], title)
 
 
 @command(skip, "heal", HealSettings, headline=True)

@@ -99,6 +99,8 @@ class Removal:
     scalars_only: float | None = None
     curve: SkipPart | None = None
     """Folder of the removal curve that measured it, which has intervals."""
+    modules: tuple[str, ...] = ()
+    """Names of the removed modules in transformers; empty if unknown."""
 
     @property
     def name(self) -> str:
@@ -127,11 +129,13 @@ def removals(folders: Iterable[SkipPart]) -> list[Removal]:
         losses *= len(losses) == len(blocks) + 1
         granularity = str(plan.get("granularity") or "attention")
         scalars_only = number((plan.get("control_loss") or {}).get("scalars_only"))
-        new = Removal({}, granularity, blocks, losses, number(plan.get("healed_loss")), scalars_only)
+        modules = tuple(part.meta.get("removed_modules") or []) if part.kind != "bench" else ()
+        new = Removal({}, granularity, blocks, losses, number(plan.get("healed_loss")), scalars_only, modules=modules)
         if blocks:
             removal = merged.setdefault((granularity, blocks, tuple(round(loss, 4) for loss in losses)), new)
             removal.names |= dict.fromkeys([name] if name else [])
             removal.curve = removal.curve or (part if part.kind == "curve" else None)
+            removal.modules = removal.modules or modules
     return list(merged.values())
 
 
@@ -533,6 +537,7 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
         "template": "blocks",
         "title": f"{short(removal.name, 60)}: {count}" if removal.name else count,
         "note": dotted([f"of {layers} layers", loss]),
+        "modules": ", ".join(short(name, 80) for name in removal.modules),
         "branches": [removal.granularity] if removal.granularity == "layer" else BRANCHES,
         "cells": [(layer, removed.get(layer, {})) for layer in range(1, layers + 1)],
     }

@@ -233,6 +233,7 @@ def outcome(healing: Healing, plan: Plan) -> Results:
         },
         "data": healing.examples.meta,
         "plan": plan.document(),
+        "removed_modules": plan.module_names(find_anatomy(healing.original)),
         "refits": [refit._asdict() for refit in healing.refits],
         "warnings": warnings,
         "headline": dict(headline(healing)),
