@@ -26,6 +26,7 @@ DRAWINGS: dict[str, Draw] = {
     "removal_loss": skip.removal_loss,
     "by_removed": skip.by_removed,
     "pareto": skip.pareto,
+    "under_load": skip.under_load,
     "tradeoff": exits.tradeoff,
     "histogram": exits.histogram,
     "scores": evaluation.scores,

@@ -69,11 +69,11 @@ class Mergekit(Layer):
             FulldepthError: for a model without a folder or name that mergekit can read.
         """
         anatomy = draft.anatomy
-        kept = remaining(draft.plan, anatomy)
+        layers = remaining(draft.plan, anatomy)
         source = readable_source(draft.model)
         recipe = {
             "merge_method": "passthrough",
-            "slices": [{"sources": [{"model": source, "layer_range": [*ends]}]} for ends in ranges(kept)],
+            "slices": [{"sources": [{"model": source, "layer_range": [*ends]}]} for ends in ranges(layers)],
             "dtype": str(draft.model.dtype).removeprefix("torch."),
         }
         title = (
