@@ -85,6 +85,7 @@ KINDS = {
     "search": skip_folders.search,
     "curve": skip_folders.curve,
     "bench": skip_folders.bench,
+    "served": skip_folders.served,
     "skips": joined,
     "exit": exit_folders.classifier_exit,
     "decoder": exit_folders.decoder_exit,

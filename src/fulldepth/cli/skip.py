@@ -211,7 +211,13 @@ def bench_command(
     A .gguf file is timed by llama.cpp (pip install xllamacpp), on as many threads, one sequence at a time. Its times
     are compared with those of the original under llama.cpp if ORIGINAL is a GGUF file, else of the first .gguf file.
 
+    With `--concurrency` the models are timed under load instead: in servers that batch the requests of several clients
+    (.gguf files in llama.cpp's, checkpoint folders in vLLM if it is installed), tokens per second and the time to the
+    first token. `--contexts` are the lengths of the prompts: random tokens, or the beginnings of held-out rows.
+
     Example: `fulldepth skip bench MODEL fast/ small.gguf --data pairs.jsonl --output bench/`
+
+    Example: `fulldepth skip bench model.gguf small.gguf --concurrency 1,8,32 --output load/`
     """
     from fulldepth.results import PAGE, check_free
 

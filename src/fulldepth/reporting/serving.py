@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -100,7 +101,7 @@ def _line(name: str, cells: pd.DataFrame, color: str) -> go.Scatter:
 
 
 def load_table(cells: pd.DataFrame) -> Table | None:
-    """Table of a benchmark under load: tokens per second and time to the first token; None for other benchmarks.
+    """Folded table of a benchmark under load: tokens per second and time to the first token; None for other benchmarks.
 
     Args:
         cells: as `served_cells` returns them.
@@ -108,6 +109,8 @@ def load_table(cells: pd.DataFrame) -> Table | None:
     rows = []
     for cell in cells.to_dict("records"):
         numbers: dict[str, Any] = {
+            "clients": int(cell["batch"]),
+            "context": int(cell["context"]),
             "rate": cell.get("output_rate median"),
             "first_median": 1000 * cell.get("first_token_time median", float("nan")),
             "first_p95": 1000 * cell.get("first_token_time p95", float("nan")),
@@ -117,7 +120,5 @@ def load_table(cells: pd.DataFrame) -> Table | None:
             if middle is not None:
                 low, high = (number(cell.get(f"{name} {end}")) for end in ("low", "high"))
                 numbers[name] = ratio_text(Spread(middle, low or middle, high or middle))
-        clients = int(cell["batch"])
-        where = f"{clients} client{'s' * (clients > 1)}, {int(cell['context'])} tokens"
-        rows.append((f"{short(str(cell['model']), 50)}, {where}", numbers))
-    return of_record("load", rows) if rows else None
+        rows.append((short(str(cell["model"]), 60), numbers))
+    return replace(of_record("load", rows), folded=True) if rows else None

@@ -108,6 +108,8 @@ def bench(
 ) -> Results:
     """Time exports against the original model, over batch sizes and contexts; see the docstring of this module.
 
+    With `concurrency` they are timed in servers instead, see `under_load`.
+
     Args:
         original: the checkpoint (folder, Hub name) or the loaded model; a loaded model is not moved or changed.
         exports: folders that `export` wrote, other checkpoints, loaded models; GGUF files, which llama.cpp runs.
