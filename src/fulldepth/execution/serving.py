@@ -110,6 +110,19 @@ class VllmServer:
         return Load(seconds, [arrived[name] - moment for name, moment in sent.items()])
 
 
+def check_vllm(folder: str) -> None:
+    """Refuse a checkpoint folder where vLLM is not installed.
+
+    Raises:
+        FulldepthError: with what can be served without it.
+    """
+    if find_spec("vllm") is None:
+        raise FulldepthError(
+            f"{folder} is served by vLLM, which is not installed: pip install vllm. Without it .gguf files can be "
+            "served, by llama.cpp (pip install xllamacpp)."
+        )
+
+
 @contextmanager
 def in_vllm(
     folder: str,
@@ -137,11 +150,7 @@ def in_vllm(
     Raises:
         FulldepthError: if vLLM is not installed, or does not load the checkpoint.
     """
-    if find_spec("vllm") is None:
-        raise FulldepthError(
-            f"{folder} is served by vLLM, which is not installed: pip install vllm. Without it .gguf files can be "
-            "served, by llama.cpp (pip install xllamacpp)."
-        )
+    check_vllm(folder)
     from vllm import LLM  # noqa: PLC0415
 
     try:

@@ -38,7 +38,7 @@ from fulldepth.core.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
 from fulldepth.data.examples import read_examples
 from fulldepth.execution.latency import OtherLoad, machine, order
 from fulldepth.execution.llama_cpp import LlamaCpp
-from fulldepth.execution.serving import Load, Serves, in_llama_cpp, in_vllm
+from fulldepth.execution.serving import Load, Serves, check_vllm, in_llama_cpp, in_vllm
 from fulldepth.hf import find_gguf, find_tokenizer, load_config, load_tokenizer, packaged, pick_device
 from fulldepth.results import Finding, Results, finite, provenance, stacked, tabulate, unique_names
 from fulldepth.settings.bench import BenchSettings
@@ -144,7 +144,7 @@ class LoadTimes:
                     yield name, "server", None, None, statistic, value, len(rates), "1"
 
     def table(self) -> Any:
-        """All rows, with the columns `model`, `batch` and `context`."""
+        """The rows of all models, with the columns `model`, `batch` and `context`."""
         tables = []
         for model in self.models:
             if model.llama is not None:
@@ -309,6 +309,7 @@ def _opened(sources: Sequence[Any], settings: BenchSettings) -> list[ServedModel
         notes = read_notes(Path(name)) if (Path(name) / NOTES).is_file() else {}
         if notes.get("format") == "fast":
             raise FulldepthError(f"vLLM has no class for {name}, an export of the format fast. {CAN_SERVE}")
+        check_vllm(name)
         whole = load_config(name, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
         models.append(ServedModel(label, name, None, notes, whole.get_text_config(decoder=True)))
     first = models[0]
