@@ -142,7 +142,7 @@ def in_vllm(
         slots: most requests at once.
         positions: longest prompt with its new tokens.
         models: number of models that share the GPU's memory.
-        dtype: of weights and cache; `auto` = the checkpoint's.
+        dtype: of weights and cache; `auto` = the checkpoint's, which vLLM lowers from float32 to bfloat16.
         seed: of the engine.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether code of the checkpoint may run.
