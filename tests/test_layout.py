@@ -44,7 +44,7 @@ tasks.
 """
 LAZY = {SOURCE / "__init__.py", *(SOURCE / "cli").glob("*.py")}
 """May import rooms of ours when called, so that `--help` and `import fulldepth` need no torch."""
-OPTIONAL = {"bitsandbytes", "gguf", "lm_eval", "peft", "pycocotools", "torchao", "trl", "xllamacpp"}
+OPTIONAL = {"bitsandbytes", "gguf", "lm_eval", "peft", "pycocotools", "torchao", "trl", "vllm", "xllamacpp"}
 """Extras that a user may not have: imported where they are used."""
 
 WITHOUT_TORCH = ["", ".cli", ".core.errors", ".core.files", ".settings", ".reporting", ".results"]

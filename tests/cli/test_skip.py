@@ -87,6 +87,8 @@ def test_the_folded_export_has_the_plans_loss_in_stock_transformers(main, house,
     )
     assert code == 0, err
     assert "logit error" in out
+    named = ", ".join(f"model.layers.{block - 1}.self_attn" for block in sorted(planned["blocks"]))
+    assert f"Note: Removed (layers counted from 0, as in transformers): {named}.\n" in out
     arguments = [tmp_path / "folded", house / "heldout.jsonl"]
     done = shell(sys.executable, "-c", FRESH, *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -100,7 +102,7 @@ def test_a_tree_is_searched_folded_in_its_own_class_and_measured(main, house, tm
     code, _, err = main(*asked, "-o", tmp_path / "plan")
     assert code == 2
     assert "--no-fit" in err
-    code, _, err = main(*asked, "--no-fit", "-o", tmp_path / "plan")
+    code, out, err = main(*asked, "--no-fit", "-o", tmp_path / "plan")
     assert code == 0, err
     assert "folded only" in err
     assert "takes a forward pass of its own, at most" in err
@@ -108,6 +110,8 @@ def test_a_tree_is_searched_folded_in_its_own_class_and_measured(main, house, tm
     assert code == 0, err
     removed = read_json(tmp_path / "plan" / "plan.json")["blocks"]
     assert len(removed) == 2
+    named = ", ".join(f"model.layers.{block - 1}" for block in sorted(removed))
+    assert f"\nRemoved (layers counted from 0, as in transformers): {named}\n" in out
     for number, block in enumerate(load(folded).model.layers, start=1):
         for matrix in (block.self_attn.o_proj.weight, block.mlp.down_proj.weight):
             assert bool(matrix.any()) is (number not in removed)
@@ -125,6 +129,7 @@ MISTAKES = [
     ("search model --data absent.jsonl --blocks 1", ["absent.jsonl"]),
     ("apply plan other", ["another LlamaForCausalLM"]),
     ("apply plan other --format fats", ["fats", "'fast'"]),
+    ("apply plan model --format mergekit", ["name must end with .yaml"]),
     ("apply plan model --gguf-type f16", ["--gguf-type has no effect with --format folded; it applies to gguf."]),
 ]
 

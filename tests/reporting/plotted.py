@@ -86,6 +86,7 @@ KINDS = {
     "ranking": skip_folders.ranked,
     "curve": skip_folders.curve,
     "bench": skip_folders.bench,
+    "served": skip_folders.served,
     "skips": joined,
     "exit": exit_folders.classifier_exit,
     "decoder": exit_folders.decoder_exit,

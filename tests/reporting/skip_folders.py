@@ -189,3 +189,44 @@ def bench(planned=None, cells=CELLS, **more):
         "warnings": ["The machine was busy."], "headline": headline, **more,
     }  # fmt: skip
     return Results(table, meta)
+
+
+def served():
+    """Kind `bench`, under load: what saves cache pays with many clients, what saves computation with one."""
+    names = ("full.gguf", "no-attention.gguf", "no-mlp.gguf")
+    tables = []
+    for name in names:
+        sizes = {"parameter_bytes": 1e8 if name == names[0] else 9.3e7, "kv_bytes_per_token": 23040.0}
+        sized = [of_model(measure, size, "bytes") for measure, size in sizes.items()]
+        tables.append(tabulate(sized, model=name, batch=None, context=None))
+        for clients in (1, 8, 32):
+            gain = {
+                names[0]: 1.0,
+                names[1]: 1.02 + 0.05 * math.log2(clients),
+                names[2]: 1.16 - 0.01 * math.log2(clients),
+            }
+            rate, first = gain[name] * 40 * clients**0.7, 0.02 * clients / gain[name]
+            rows = [
+                row("output_rate", None, rate, "median", "server", count=9, unit="tokens/s"),
+                row("first_token_time", None, first, "median", "server", count=18 * clients, unit="s"),
+                row("first_token_time", None, 1.8 * first, "p95", "server", count=18 * clients, unit="s"),
+            ]
+            if name != names[0]:
+                for end, by in (("median", 1.0), ("low", 0.97), ("high", 1.02)):
+                    rows.append(row("rate_ratio", None, gain[name] * by, end, "server", count=9))
+                    rows.append(row("first_token_ratio", None, by / gain[name], end, "server", count=9))
+            tables.append(tabulate(rows, model=name, batch=clients, context=128))
+    table = pd.concat([one.astype({"batch": "Int64", "context": "Int64"}) for one in tables], ignore_index=True)
+    most = "Most tokens per second in llama.cpp: at 1 client no-mlp.gguf, 1.14 (1.12 to 1.15) times no-attention.gguf."
+    entries = [
+        {"label": name, "program": "llama.cpp", "baseline": name == names[0], "format": None,
+         "model": {"name": f"/models/{name}", "class": "llama", "num_layers": 30, "hash": HASH}}
+        for name in names
+    ]  # fmt: skip
+    meta = {
+        "schema_version": 1, "kind": "bench", "created": "2026-11-21T09:00:00Z", "complete": True, "baseline": names[0],
+        "settings": {"concurrency": [1, 8, 32], "contexts": [128], "max_new_tokens": 16, "repeats": 9},
+        "model": entries[0]["model"], "models": entries, "versions": VERSIONS, "seed": 0, "machine": MACHINE,
+        "warnings": [], "headline": findings(**{"most_tokens llama.cpp": (None, "1", most)}),
+    }  # fmt: skip
+    return Results(table, meta)

@@ -261,6 +261,11 @@ def test_real_folders_fill_their_page(real):
     assert gone == real.plan.blocks
     loss = next(row for name, row in cells(made["models"]).items() if name.endswith("fast"))["Held-out loss"]
     assert number(loss) == pytest.approx(real.plan.healed_loss, abs=6e-5)
+    (removed,) = real.plan.blocks
+    assert section["tables"][0]["modules"] == f"model.layers.{removed - 1}.self_attn"
+    page = render(results.table, results.meta)
+    assert page.count("so layer 7 is <code>model.layers[6]</code>") == 1
+    assert f"In transformers: <bdi>model.layers.{removed - 1}.self_attn</bdi>" in page
 
 
 @pytest.mark.parametrize("kind", ["skip", "curve", "bench"])

@@ -40,6 +40,7 @@ def test_rows_say_what_the_plan_says(tmp_path):
     again = Results.load(tmp_path / "out")
     assert_frame_equal(again.table, results.table)
     assert (again.meta["kind"], again.meta["plan"], again.meta["warnings"]) == ("skip", plan.document(), [])
+    assert again.meta["removed_modules"] == ["model.layers.0.self_attn", "model.layers.2.self_attn"]
 
 
 def test_a_plan_that_was_not_healed_says_so_and_what_is_doubtful_is_warned_of():

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fulldepth.execution import find_anatomy
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
 from json_files import read_json, write_json
 from refusals import refused
@@ -69,7 +70,9 @@ def plans(draw):
 def test_every_plan_comes_back_as_it_was(tmp_path_factory, found):
     folder = tmp_path_factory.mktemp("plan")
     path = Plan.of(found).save(folder / "a.json")
-    assert json.loads(path.read_text("utf-8")) == found
+    stored = json.loads(path.read_text("utf-8"))
+    assert stored.pop("layers_from_0") == {found["granularity"]: sorted(block - 1 for block in found["blocks"])}
+    assert stored == found
     again = Plan.load(path)
     assert again == Plan.of(found)
     assert again.save(folder / "b.json").read_bytes() == path.read_bytes()
@@ -79,7 +82,43 @@ def test_the_file_has_its_keys_in_order(tmp_path):
     shuffled = dict(reversed(document(12).items()))
     shuffled["scalars"] = {key: dict(reversed(v.items())) for key, v in reversed(shuffled["scalars"].items())}
     Plan.of(shuffled).save(tmp_path)
-    assert json.dumps(read_json(tmp_path / "plan.json")) == json.dumps(document(12))
+    expected = []
+    for name, value in document(12).items():
+        expected += [(name, value)] + [("layers_from_0", {"attention": [0, 2]})] * (name == "blocks")
+    assert json.dumps(read_json(tmp_path / "plan.json")) == json.dumps(dict(expected))
+
+
+def test_layers_count_from_0_too_and_a_plan_that_contradicts_itself_is_refused(tmp_path):
+    """Plans without the entry load, and what changes the blocks changes the entry."""
+    found = document(8, ["mlp 3", "attention 7", "layer 5", "mlp 7", "mlp 1"], "layer", healed=False)
+    plan = Plan.of(found | {"granularity": "any"})
+    assert plan.layers_by_part == {"layer": [5, 7], "mlp": [1, 3]}
+    assert plan.layers_from_0 == {"layer": [4, 6], "mlp": [0, 2]}
+    assert plan.what == "layers 5, 7 and the mlp of layers 1, 3"
+    assert plan.changed(blocks=["mlp 2"], losses=[1.0, 1.0]).layers_from_0 == {"mlp": [1]}
+    stored = plan.document()
+    for wrong in ({"layer": [5, 7], "mlp": [1, 3]}, {"layer": [4, 6]}, {}, None, [4], "x" * 5000):
+        write_json(tmp_path / "plan.json", stored | {"layers_from_0": wrong})
+        with refused(r'plan\.json is no valid plan.*say \{"layer": \[4, 6\], "mlp": \[0, 2\]\}.*delete it'):
+            Plan.load(tmp_path)
+    stored["blocks"][0] = "mlp 4"
+    with refused("layers_from_0 is .*, but blocks, which count from 1, say"):
+        Plan.of(stored)
+    del stored["layers_from_0"]
+    assert Plan.of(stored).layers_from_0 == {"layer": [4, 6], "mlp": [0, 3]}
+
+
+def test_removed_modules_have_the_names_of_the_model():
+    """Against names written down by hand."""
+    names = {
+        "llama": ["model.layers.2", "model.layers.0.self_attn", "model.layers.1.mlp"],
+        "gpt2": ["transformer.h.2", "transformer.h.0.attn", "transformer.h.1.mlp"],
+        "gpt_neox": ["gpt_neox.layers.2", "gpt_neox.layers.0.attention", "gpt_neox.layers.1.mlp"],
+    }
+    for name, expected in names.items():
+        model = build(name)
+        plan = planned.plan(model, ["mlp 2", "layer 3", "attention 1"], "any", values=None)
+        assert plan.module_names(find_anatomy(model)) == expected
 
 
 NONSENSE = {

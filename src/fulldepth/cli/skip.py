@@ -93,8 +93,11 @@ def search_command(
         progress=True,
     )
     if launch.is_main():
+        results = Saved.load(output)
         console.line(f"Plan: {output / 'plan.json'}")
-        console.finish(Saved.load(output), output / PAGE)
+        removed = ", ".join(results.meta.get("removed_modules") or [])
+        console.line(f"Removed (layers counted from 0, as in transformers): {removed}")
+        console.finish(results, output / PAGE)
 
 
 @command(skip, "apply", ExportSettings)
@@ -109,7 +112,8 @@ def apply_command(
             help="folded: an ordinary checkpoint of the same class; loads anywhere, no faster. fast: without the "
             "blocks on disk, in memory and in the cache; carries its code. decilm: the same in the layout of vLLM and "
             "llama.cpp. layer: without whole layers, for plans of that granularity. gguf: one file for llama.cpp, from "
-            "a MODEL that is a GGUF file; --output names it (small.gguf)."
+            "a MODEL that is a GGUF file; --output names it (small.gguf). mergekit: a recipe (small.yaml) by which "
+            "mergekit writes what layer holds."
         ),
     ] = "folded",
 ) -> None:
@@ -121,7 +125,8 @@ def apply_command(
     from fulldepth.skip import export
 
     exported = export(plan, model, format, output, settings=settings)
-    console.checkpoint(exported, output, [("format", exported.format)])
+    title = "Recipe" if exported.format == "mergekit" else "Checkpoint"
+    console.checkpoint(exported, output, [("format", exported.format)], title)
 
 
 @command(skip, "heal", HealSettings, headline=True)
@@ -212,7 +217,13 @@ def bench_command(
     A .gguf file is timed by llama.cpp (pip install xllamacpp), on as many threads, one sequence at a time. Its times
     are compared with those of the original under llama.cpp if ORIGINAL is a GGUF file, else of the first .gguf file.
 
+    With `--concurrency` the models are timed under load instead: in servers that batch the requests of several clients
+    (.gguf files in llama.cpp's, checkpoint folders in vLLM if it is installed), tokens per second and the time to the
+    first token. `--contexts` are the lengths of the prompts: random tokens, or the beginnings of held-out rows.
+
     Example: `fulldepth skip bench MODEL fast/ small.gguf --data pairs.jsonl --output bench/`
+
+    Example: `fulldepth skip bench model.gguf small.gguf --concurrency 1,8,32 --output load/`
     """
     from fulldepth.results import PAGE, check_free
 

@@ -108,13 +108,14 @@ def line(text: str) -> None:
     Console().print(text, **PLAIN)
 
 
-def checkpoint(exported: Any, path: Path, rows: Sequence[Sequence[str]]) -> None:
+def checkpoint(exported: Any, path: Path, rows: Sequence[Sequence[str]], title: str = "Checkpoint") -> None:
     """Print what an exported checkpoint is, its notes, and where it is.
 
     Args:
         exported: an export with `parameters`, `size` in words, `logit_error` and `notes`.
         path: its folder or file.
         rows: printed first.
+        title: what the path is called.
     """
     error = exported.logit_error
     table(
@@ -127,7 +128,7 @@ def checkpoint(exported: Any, path: Path, rows: Sequence[Sequence[str]]) -> None
     )
     for text in exported.notes:
         line(f"Note: {text}")
-    line(f"Checkpoint: {path}")
+    line(f"{title}: {path}")
 
 
 def note(text: str) -> None:

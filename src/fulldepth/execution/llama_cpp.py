@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.util import find_spec
@@ -19,12 +19,14 @@ from fulldepth.hf.gguf import read_header
 
 F16 = 2
 """Bytes of a number in llama.cpp's cache."""
+CELLS = 256
+"""llama.cpp rounds the length of a slot down to a multiple of this."""
 FORCED = 1e9
 """Added to the logit of the token that llama.cpp is to pick."""
 
 
 class LlamaCpp:
-    """A GGUF file that llama.cpp runs: one sequence at a time, on as many threads as torch.
+    """A GGUF file that llama.cpp runs on as many threads as torch: one sequence at a time, or one in each slot.
 
     Args:
         path: the file; of any architecture that llama.cpp knows.
@@ -74,12 +76,13 @@ class LlamaCpp:
         return kv_heads * (width + entries.get("attention.value_length", width)) * F16
 
     @contextmanager
-    def serving(self, positions: int, device: torch.device) -> Iterator[None]:
+    def serving(self, positions: int, device: torch.device, slots: int = 1) -> Iterator[None]:
         """Load the file, and release it on leaving.
 
         Args:
             positions: the longest sequence that is to be run.
             device: on the CPU llama.cpp uses no GPU; elsewhere it puts all layers on its own choice of GPUs.
+            slots: sequences that can run at once.
 
         Raises:
             FulldepthError: if llama.cpp cannot load the file or run the model.
@@ -88,8 +91,8 @@ class LlamaCpp:
 
         params = CommonParams()
         params.model.path = str(self.path)
-        params.n_ctx = positions
-        params.n_parallel = 1
+        params.n_ctx = slots * -(-positions // CELLS) * CELLS if slots > 1 else positions
+        params.n_parallel = slots
         params.fit_params = False
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
         params.n_gpu_layers = 0 if device.type == "cpu" else -1
@@ -145,6 +148,33 @@ class LlamaCpp:
                 (stated,) = stated["content"]
             losses.append(-stated["logprob"])
         return torch.tensor(losses, dtype=torch.float64)
+
+    def stream(self, prompt: list[int], count: int, arrived: Callable[[dict[str, Any]], bool]) -> None:
+        """Generate `count` tokens after a prompt of token ids, past the end of a text, without earlier prompts' cache.
+
+        Several threads may call this at once, one for each slot.
+
+        Args:
+            prompt: token ids.
+            count: number of tokens.
+            arrived: called with every answer of the server, the last of which has no token.
+
+        Raises:
+            FulldepthError: if llama.cpp refuses the prompt, or ends early.
+        """
+        answers: list[dict[str, Any]] = [{}]
+
+        def received(answer: dict[str, Any]) -> bool:
+            answers[0] = answer
+            return arrived(answer)
+
+        options = {"max_tokens": count, "temperature": 0, "ignore_eos": True, "cache_prompt": False, "stream": True}
+        self._server.handle_completions({"prompt": prompt, **options}, received)
+        last = answers[0]
+        generated = last.get("usage", {}).get("completion_tokens")
+        if generated != count:
+            reason = last["error"].get("message") if "error" in last else f"{generated} of {count} tokens came back."
+            raise FulldepthError(f"llama.cpp cannot serve {self.path}: {one_line(reason, 200)}")
 
     def _complete(self, prompt: list[int], count: int, **options: Any) -> dict[str, Any]:
         """llama.cpp's answer to a prompt of token ids: `count` tokens, picked greedily."""

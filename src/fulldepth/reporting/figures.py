@@ -28,6 +28,7 @@ DRAWINGS: dict[str, Draw] = {
     "ranking": rankings.ranking,
     "by_removed": skip.by_removed,
     "pareto": skip.pareto,
+    "under_load": skip.under_load,
     "tradeoff": exits.tradeoff,
     "histogram": exits.histogram,
     "scores": evaluation.scores,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,6 +25,7 @@ from fulldepth.reporting.phrases import (
     short,
     size,
 )
+from fulldepth.reporting.serving import Spread, load_figures, load_table, ratio_text, served_cells
 from fulldepth.reporting.source import PageSource, PlottedCurve, curve_of, num_layers, number, select
 from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, figure, label, minus, translucent
 from fulldepth.reporting.tables import Meta, Table, of_record, settings_table
@@ -102,6 +103,8 @@ class Removal:
     scalars_only: float | None = None
     curve: SkipPart | None = None
     """Folder of the removal curve that measured it, which has intervals."""
+    modules: tuple[str, ...] = ()
+    """Names of the removed modules in transformers; empty if unknown."""
 
     @property
     def name(self) -> str:
@@ -130,11 +133,13 @@ def removals(folders: Iterable[SkipPart]) -> list[Removal]:
         losses *= len(losses) == len(blocks) + 1
         granularity = str(plan.get("granularity") or "attention")
         scalars_only = number((plan.get("control_loss") or {}).get("scalars_only"))
-        new = Removal({}, granularity, blocks, losses, number(plan.get("healed_loss")), scalars_only)
+        modules = tuple(part.meta.get("removed_modules") or []) if part.kind != "bench" else ()
+        new = Removal({}, granularity, blocks, losses, number(plan.get("healed_loss")), scalars_only, modules=modules)
         if blocks:
             removal = merged.setdefault((granularity, blocks, tuple(round(loss, 4) for loss in losses)), new)
             removal.names |= dict.fromkeys([name] if name else [])
             removal.curve = removal.curve or (part if part.kind == "curve" else None)
+            removal.modules = removal.modules or modules
     return list(merged.values())
 
 
@@ -149,19 +154,6 @@ def plans(part: SkipPart) -> list[tuple[str, Mapping[str, Any]]]:
 def num_layers_of(folders: Sequence[SkipPart]) -> int:
     """Number of layers of the model: as the documents state it, or else the deepest layer in the tables."""
     return max(num_layers(part.table, part.meta.get("model")) for part in folders)
-
-
-class Spread(NamedTuple):
-    """A time divided by the original's, with its 95 % interval. Without an interval, both ends equal the value."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def speed_up(self) -> Spread:
-        """The inverse: the original's time divided by this time."""
-        return Spread(1 / self.value, 1 / self.high, 1 / self.low)
 
 
 @dataclass(frozen=True)
@@ -356,6 +348,13 @@ def _plane(source: PageSource, phase: str) -> go.Figure | None:
     )
 
 
+def under_load(_: Figure, source: PageSource) -> Figures:
+    """Tokens per second over the original's by number of clients, of all benchmarks under load."""
+    folders = [part for part in parts(source) if part.kind == "bench"]
+    several = len(folders) > 1
+    return readings(load_figures([(part.label if several else "", served_cells(part.table)) for part in folders]))
+
+
 def model(source: PageSource) -> dict[str, Any]:
     """The entry `model`, merged from all folders; the first folder that states a field wins."""
     merged: dict[str, Any] = {}
@@ -400,7 +399,9 @@ def skip_story(source: PageSource) -> dict[str, Any] | None:
     headline = source.meta.get("headline") or {}
     if source.page.name == "bench":
         busy = headline.get("times") or {}
-        sentences = [short(busy["sentence"], 600)] if busy.get("sentence") else decoding(parts(source))
+        served = [entry for name, entry in headline.items() if name.startswith(("most_tokens", "rate_ratio"))][:1]
+        load = [short(entry["sentence"], 600) for entry in served if entry.get("sentence")]
+        sentences = [short(busy["sentence"], 600)] if busy.get("sentence") else load or decoding(parts(source))
     else:
         names = source.page.opening
         opening = [
@@ -494,6 +495,7 @@ def folder_tables(source: PageSource) -> dict[str, Sequence[Any]]:
     return {
         "blocks": [_block_map(removal, layers) for removal in removals(folders)],
         "healing": [_healing(part) for part in folders if part.kind == "heal"],
+        "load": [table for part in folders if part.kind == "bench" and (table := load_table(served_cells(part.table)))],
         "settings": [
             *(
                 settings_table(f"Settings of {short(part.label, 60)}" if part.label else "All settings", settings)
@@ -542,6 +544,7 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
         "template": "blocks",
         "title": f"{short(removal.name, 60)}: {count}" if removal.name else count,
         "note": dotted([f"of {layers} layers", loss]),
+        "modules": ", ".join(short(name, 80) for name in removal.modules),
         "branches": [removal.granularity] if removal.granularity == "layer" else BRANCHES,
         "cells": [(layer, removed.get(layer, {})) for layer in range(1, layers + 1)],
     }
@@ -560,7 +563,7 @@ def timed_models_table(source: PageSource) -> Table:
             "decoding": model.decoding,
             "loss": model.loss,
             "added": None if model.original or model.added is None else signed_loss(model.added, model.error),
-            **{phase: "1×" if model.baseline else _ratio(ratio.speed_up) for phase, ratio in model.times.items()},
+            **{phase: "1×" if model.baseline else ratio_text(ratio.speed_up) for phase, ratio in model.times.items()},
             **{
                 name: size(amount) if model.baseline else f"{amount / base[name]:.2f}×"
                 for name, amount in model.bytes.items()
@@ -572,11 +575,3 @@ def timed_models_table(source: PageSource) -> Table:
     from_plans = ", ".join(short(model.name, 40) for model in timed if model.stated and not model.original)
     note = f"The loss of {from_plans} comes from the plan and was not measured here. " if from_plans else ""
     return replace(table, note=note + table.note)
-
-
-def _ratio(ratio: Spread) -> str:
-    """A speed-up with its interval, as text; `≈ 1×` if the interval contains 1."""
-    if ratio.low == ratio.high:
-        return f"{ratio.value:.2f}× (no interval)"
-    interval = f"({ratio.low:.2f} to {ratio.high:.2f})"
-    return f"≈ 1× {interval}" if ratio.low <= 1 <= ratio.high else f"{ratio.value:.2f}× {interval}"

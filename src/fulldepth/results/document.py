@@ -430,6 +430,7 @@ class Document(Described):
     models: list[ComparedEntry] | None = None
     next: NextEntry | None = None
     plan: PlanEntry | None = None
+    removed_modules: list[str] | None = None
     tests: list[TestEntry] | None = None
     refits: list[RefitEntry] | None = None
     generation: GeneratedEntry | list[ExitEntry] | None = None

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from fulldepth.core.errors import FulldepthError
 from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import LOADING, Length
 from fulldepth.settings.search import HeldoutSettings
 
 MOST_ROUNDS = 100_000
+MOST_CLIENTS = 4096
 TIMED = ("batches", "contexts", "max_new_tokens", "repeats")
+LOADED = ("concurrency", "requests")
 DATA = ("max_sequences", "sequence_length", "batch_size")
 
 
 class BenchSettings(HeldoutSettings):
     """Settings of the timings, and of the data on which losses are computed."""
 
-    options: ClassVar = {"What is timed": (*TIMED, "seed"), "Data": DATA, "Loading the model": LOADING}
-    applies: ClassVar = (Applies((*DATA, "tokenizer"), {"data": SET, "heldout": SET}),)
+    options: ClassVar = {
+        "What is timed": (*TIMED, "seed"),
+        "Under load": LOADED,
+        "Data": DATA,
+        "Loading the model": LOADING,
+    }
+    applies: ClassVar = (
+        Applies((*DATA, "tokenizer"), {"data": SET, "heldout": SET}),
+        Applies(("requests",), {"concurrency": SET}),
+    )
 
     batches: list[Length] = Field(default=[1, 4], min_length=1, max_length=1000)
     """Comma-separated numbers of sequences run at once."""
@@ -32,3 +43,15 @@ class BenchSettings(HeldoutSettings):
     """Rounds; every model is timed once in each. Ratios of times have an interval from 9 rounds on."""
     warmup: Annotated[NonNegativeInt, Field(le=MOST_ROUNDS)] = 1
     """Runs of every model before the first round, not counted."""
+    concurrency: Annotated[list[Annotated[int, Field(ge=1, le=MOST_CLIENTS)]], Field(max_length=1000)] | None = None
+    """Comma-separated numbers of clients, such as 1,8,32. The models are then timed in servers that batch the clients'
+    requests (continuous batching): .gguf files in llama.cpp's, checkpoint folders in vLLM if it is installed."""
+    requests: Annotated[PositiveInt, Field(le=MOST_ROUNDS)] = 2
+    """Requests that each client sends in a round, one after another."""
+
+    @model_validator(mode="after")
+    def _batches_without_load(self) -> BenchSettings:
+        """A server decides itself which requests it runs together."""
+        if self.concurrency and self.batches != [1, 4]:
+            raise FulldepthError("--batches has no effect with --concurrency, which names the clients at once.")
+        return self

@@ -86,6 +86,7 @@ from fulldepth.settings.keywords import takes_settings
 from fulldepth.skip.exports.export import NOTES, load, read_notes
 from fulldepth.skip.plan import Plan, healed_rows, overlap, row_of
 from fulldepth.skip.problem import read_data
+from fulldepth.skip.under_load import bench_under_load
 from fulldepth.subject import Subject, open_checkpoint
 
 TEXTS = 4
@@ -106,6 +107,8 @@ def bench(
     tokenizer: Any = None,
 ) -> Results:
     """Time exports against the original model, over batch sizes and contexts; see the docstring of this module.
+
+    With `concurrency` they are timed in servers instead, see `under_load`.
 
     Args:
         original: the checkpoint (folder, Hub name) or the loaded model; a loaded model is not moved or changed.
@@ -130,6 +133,9 @@ def bench(
     settings.check_effect(data=data is not None, heldout=heldout is not None)
     with ExitStack() as stack:
         stack.enter_context(claimed(output, overwrite))
+        if settings.concurrency:
+            results = bench_under_load(original, exports, settings, watcher, data, heldout, tokenizer)
+            return _saved(results, original, exports, settings, watcher, output, data, heldout)
         entries = _opened(original, exports, settings)
         for entry in entries[1:]:
             if isinstance(entry.model, PreTrainedModel):
@@ -181,11 +187,25 @@ def bench(
             for label, runner in timed[cell].items():
                 measured.memory[label, cell] = memory(runner, ids, cell.context)
         results = Results(measured.table(), _document(entries, measured, settings, examples))
-        if output is not None:
-            places = {"data": data, "heldout": heldout, "output": output}
-            again = command_line("skip bench", [original, *exports], places, settings) + " --overwrite"
-            results.meta["next"] = {"why": "again:", "command": again} if measured.busy() else None
-            results.save(output, watcher=watcher)
+        return _saved(results, original, exports, settings, watcher, output, data, heldout)
+
+
+def _saved(
+    results: Results,
+    original: Any,
+    exports: Sequence[Any],
+    settings: BenchSettings,
+    watcher: Watcher,
+    output: str | Path | None,
+    data: Any,
+    heldout: Any,
+) -> Results:
+    """The results, saved if there is a folder, with the command that repeats them if the machine was busy."""
+    if output is not None:
+        places = {"data": data, "heldout": heldout, "output": output}
+        again = command_line("skip bench", [original, *exports], places, settings) + " --overwrite"
+        results.meta["next"] = {"why": "again:", "command": again} if "times" in results.headline else None
+        results.save(output, watcher=watcher)
     return results
 
 

@@ -112,6 +112,7 @@ def curve(
             "model": {**plan.document()["model"], "num_layers": problem.scorer.costs.num_layers},
             "data": plan.data,
             "plan": plan.document(),
+            "removed_modules": plan.module_names(problem.scorer.anatomy),
             "break_point": asdict(end),
             "warnings": plan.data.get("warnings", []),
             "headline": _headline(plan, end, table),

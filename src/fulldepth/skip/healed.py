@@ -258,6 +258,7 @@ def outcome(healing: Healing, plan: Plan, tasks: Sequence[TaskReading] = ()) -> 
         },
         "data": healing.examples.meta,
         "plan": plan.document(),
+        "removed_modules": plan.module_names(find_anatomy(healing.original)),
         "refits": [refit._asdict() for refit in healing.refits],
         "warnings": warnings,
         "headline": {f"task {reading.task}": reading.finding() for reading in tasks} | dict(headline(healing)),

@@ -62,6 +62,7 @@ def outcome(
         "model": {**noted["model"], "num_layers": depth},
         "data": plan.data,
         "plan": noted,
+        "removed_modules": plan.module_names(problem.scorer.anatomy),
         "warnings": warnings,
         "headline": headline(plan, depth),
     }

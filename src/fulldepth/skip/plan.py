@@ -50,6 +50,8 @@ DIGITS = 16
 RowHashes = Annotated[str, Field(pattern=r"^[0-9a-f]*$")]
 UNSEEING = ("given", "random", "last")
 """Searches that choose blocks without data."""
+FROM_0 = "layers_from_0"
+"""Entry of `plan.json` that is derived from `blocks`."""
 
 
 class PlannedModel(Settings):
@@ -173,9 +175,15 @@ class Plan(Settings):
         if not isinstance(document, Mapping):
             raise FulldepthError(f"{where} is no plan: it holds {type(document).__name__}, expected a JSON object.")
         try:
-            return layer(cls, document, lists_of_one=False)
+            plan = layer(cls, {name: value for name, value in document.items() if name != FROM_0}, lists_of_one=False)
+            if FROM_0 in document and document[FROM_0] != plan.layers_from_0:
+                raise FulldepthError(
+                    f"{FROM_0} is {one_line(json.dumps(document[FROM_0], default=str), 200)}, but blocks, which count "
+                    f"from 1, say {json.dumps(plan.layers_from_0)}. {FROM_0} is derived: correct blocks and delete it."
+                )
         except FulldepthError as error:
             raise FulldepthError(f"{where} is no valid plan. {brief(str(error), 800)}") from error
+        return plan
 
     def changed(self, **entries: Any) -> Plan:
         """A copy with other entries (plain values, as in the file), checked again.
@@ -183,7 +191,7 @@ class Plan(Settings):
         Raises:
             FulldepthError: if they are not valid.
         """
-        return Plan.of({**self.document(), **entries})
+        return Plan.of({name: value for name, value in self.document().items() if name != FROM_0} | entries)
 
     @property
     def picks(self) -> list[frozenset[Block]]:
@@ -206,13 +214,36 @@ class Plan(Settings):
     @property
     def what(self) -> str:
         """Removed blocks in words: `the attention of layers 3, 7 and the mlp of layer 12`."""
+        groups = []
+        for part, layers in self.layers_by_part.items():
+            of_part = "" if part == "layer" else f"the {part} of "
+            groups.append(f"{of_part}layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}")
+        return " and ".join(groups)
+
+    @property
+    def layers_by_part(self) -> dict[str, list[int]]:
+        """Removed part (`layer`, `attention`, `mlp`) -> its sorted 1-based layers.
+
+        A layer without attention and MLP counts as `layer` alone. Parts that stay in all layers have no entry.
+        """
         attention, mlp = ({*self.lacking(part)} for part in ROLES)
-        groups = {"": attention & mlp, "the attention of ": attention - mlp, "the mlp of ": mlp - attention}
-        return " and ".join(
-            f"{part}layer{'s' * (len(layers) > 1)} {', '.join(map(str, sorted(layers)))}"
-            for part, layers in groups.items()
-            if layers
-        )
+        groups = {"layer": attention & mlp, "attention": attention - mlp, "mlp": mlp - attention}
+        return {part: sorted(layers) for part, layers in groups.items() if layers}
+
+    @property
+    def layers_from_0(self) -> dict[str, list[int]]:
+        """`layers_by_part` as transformers, mergekit and llama.cpp count: layer 1 is number 0."""
+        return {part: [number - 1 for number in layers] for part, layers in self.layers_by_part.items()}
+
+    def module_names(self, anatomy: Anatomy) -> list[str]:
+        """Names of the removed modules in the model that the plan was made for, such as `model.layers.6.self_attn`."""
+        names = {module: name for name, module in anatomy.model.named_modules()}
+        modules = [
+            anatomy.blocks[number - 1] if part == "layer" else anatomy.part(number, part)
+            for part, layers in self.layers_by_part.items()
+            for number in layers
+        ]
+        return [names[module] for module in modules if module in names]
 
     def lacking(self, part: str) -> list[int]:
         """Sorted 1-based layers without their `attention` or `mlp`; whole layers lack both."""
@@ -225,13 +256,18 @@ class Plan(Settings):
         return dtype if isinstance(dtype, str) else "auto"
 
     def document(self) -> dict[str, Any]:
-        """The entries as plain values, in the order of the file; layers are sorted by number."""
-        document = self.model_dump(mode="json", by_alias=True)
-        scalars = document["scalars"]
-        document["scalars"] = {
+        """The entries as plain values, in the order of the file, with `layers_from_0`; layers are sorted by number."""
+        entries = self.model_dump(mode="json", by_alias=True)
+        scalars = entries["scalars"]
+        entries["scalars"] = {
             key: {name: scalars[key][name] for name in FACTORS if name in scalars[key]}
             for key in sorted(scalars, key=int)
         }
+        document = {}
+        for name, value in entries.items():
+            document[name] = value
+            if name == "blocks":
+                document[FROM_0] = self.layers_from_0
         return document
 
     def save(self, path: str | Path) -> Path:

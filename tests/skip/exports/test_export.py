@@ -132,7 +132,7 @@ def test_a_depth_llama_that_no_stock_class_computes_is_folded_in_its_own_class(n
     expected.model.layers[2].mlp.down_proj.weight.data.zero_()
     for format in FORMATS.keys() - {"folded"}:
         with refused("Use --format folded"):
-            export(plan, model, format, tmp_path / ("other.gguf" if format == "gguf" else "other"))
+            export(plan, model, format, tmp_path / f"other{FORMATS[format].suffix or ''}")
     if name != "kv":
         monkeypatch.setattr(exporting, "prove", lambda *_: 0.0)
     report = export(plan, model, "folded", tmp_path / "out")

@@ -64,6 +64,7 @@ from fulldepth.settings.search import ExportSettings
 from fulldepth.skip.exports.fold import logits, probes, rounding_error, scaled_logits
 from fulldepth.skip.exports.formats import FORMATS, Draft, Format, check_format, known_format
 from fulldepth.skip.exports.formats.gguf import source_of
+from fulldepth.skip.exports.formats.mergekit import Mergekit, parameters_left
 from fulldepth.skip.plan import MOST_BYTES, UNHEALED, Plan, in_sample
 from fulldepth.subject import chosen_tokenizer, open_checkpoint
 
@@ -102,9 +103,9 @@ class Export:
     path: Path
     logit_error: float | None
     """Largest difference of a logit from the healed model's, relative to the largest, after loading it again; for a
-    GGUF file of a log-probability, None if no program to load it is installed."""
+    GGUF file of a log-probability, None if no program to load it is installed; None for a recipe, which is not run."""
     parameters: int
-    """Numbers in the weights on disk."""
+    """Numbers in the weights on disk; of a recipe, in the weights that it makes."""
     bytes: int
     """Size of the folder or file."""
     verified: bool
@@ -117,7 +118,7 @@ class Export:
     def size(self) -> str:
         """The size in words, of a GGUF file beside that of its source."""
         if self.source_bytes is None:
-            return f"{self.bytes / 1e6:.1f} MB"
+            return f"{self.bytes / 1e6:.1f} MB" if self.bytes >= 1e5 else f"{self.bytes / 1e3:.1f} kB"
         change = self.bytes / self.source_bytes - 1
         direction = f"{abs(change):.1%} {'larger' if change > 0 else 'smaller'} than"
         return f"{self.bytes / 1e6:.1f} MB, {direction} the original's {self.source_bytes / 1e6:.1f} MB"
@@ -143,9 +144,10 @@ def export(
         plan: the plan, or its file.
         model: the checkpoint that the plan was made for, or the model as loaded from it, which does not change.
         format: `folded` (an ordinary checkpoint, skipped blocks zero), `fast` (without the skipped blocks; carries its
-            code), `decilm` (without them, in the layout of vLLM and llama.cpp), `layer` (without whole layers), or
-            `gguf` (one file for llama.cpp, of a model loaded from one; see `formats.gguf`).
-        output: folder to create; for `gguf` the file.
+            code), `decilm` (without them, in the layout of vLLM and llama.cpp), `layer` (without whole layers),
+            `gguf` (one file for llama.cpp, of a model loaded from one; see `formats.gguf`), or `mergekit` (a recipe
+            by which mergekit writes what `layer` holds).
+        output: folder to create; for `gguf` and `mergekit` the file.
         settings: fields of `ExportSettings` as keywords, or an instance. A loaded model is not moved.
         tokenizer: tokenizer to save, or its folder or Hub name; None = the one that the search used.
 
@@ -251,6 +253,17 @@ def _export(
     source = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
     plan.check_model(loaded)
     stock = check_format(loaded, plan, file_format)
+    counted = f"Removed (layers counted from 0, as in transformers): {', '.join(plan.module_names(stock))}."
+    if isinstance(file_format, Mergekit):
+        if stock.model is not loaded:
+            raise FulldepthError(f"mergekit cannot read a {type(loaded).__name__}. Use --format layer.")
+        with folder_to_be(target, file=True) as part:
+            notes = [
+                *file_format.write(Draft(stock, plan, file_format.folding(stock, plan), part, most_bytes)),
+                counted,
+            ]
+            size = part.stat().st_size
+        return Export(format, target, None, parameters_left(stock, plan), size, file_format.verified, tuple(notes))
     saved_tokenizer = chosen_tokenizer(settings, tokenizer)
     check_free(target, file_format.least_bytes(stock, plan, settings.gguf_type))
     if not single and isinstance(saved_tokenizer, str | Path):
@@ -269,7 +282,7 @@ def _export(
         draft = Draft(stock, plan, folding, part, most_bytes, settings.gguf_type)
         before = source_of(loaded).stat().st_size if single else None
         with nullcontext() if single else generation_settings(stock.model, part), silent():
-            notes = [*file_format.write(draft), *draft.notes, *opened.warnings]
+            notes = [*file_format.write(draft), counted, *draft.notes, *opened.warnings]
         if draft.stored:
             exact = expected
             expected = scaled_logits(stock, plan, ids, draft.stored)
@@ -490,5 +503,5 @@ def read_notes(folder: Path) -> dict[str, Any]:
             f"{folder} is not an export of a skip plan: it has no {NOTES}. `fulldepth skip apply` makes exports."
         )
     notes = read_document(path, Notes, most=MOST_BYTES)
-    Plan.of(notes.plan, f"The plan in {path}")
-    return notes.model_dump()
+    plan = Plan.of(notes.plan, f"The plan in {path}")
+    return {**notes.model_dump(), "plan": plan.document()}

@@ -11,9 +11,12 @@ from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
 from fulldepth.skip.exports.formats.format import Folded, Format, Layer
 from fulldepth.skip.exports.formats.gguf import Gguf
+from fulldepth.skip.exports.formats.mergekit import Mergekit
 from fulldepth.skip.plan import Plan
 
-FORMATS: dict[str, Format] = {format.name: format for format in (Folded(), Fast(), DeciLM(), Layer(), Gguf())}
+FORMATS: dict[str, Format] = {
+    format.name: format for format in (Folded(), Fast(), DeciLM(), Layer(), Gguf(), Mergekit())
+}
 """Name -> format."""
 
 

@@ -1,0 +1,401 @@
+r"""`bench_under_load`: exports and their original in servers, with several clients at once.
+
+Every model is loaded into a server with continuous batching: GGUF files into llama.cpp's, checkpoint folders into vLLM.
+In a round each model answers the same prompts for every number of clients c: each of c clients sends `requests`
+prompts, one after another, and every answer has `max_new_tokens` tokens. The order of the models changes from round to
+round, as in `bench`. Models are compared with the first one of the same program.
+
+Rows, by `model`, `batch` (the number of clients) and `context` (tokens of a prompt): `output_rate` (new tokens of all
+clients per second, prompts included in the time; median over the rounds), `first_token_time` (from a request to its
+first token; `median` and `p95` over all requests of all rounds, s), `rate_ratio` and `first_token_ratio` (over the
+first model of the program; median over the rounds of
+
+.. math:: \frac{t_{i,\text{first}}}{t_{i,\text{export}}} \quad\text{and}\quad
+    \frac{m_{i,\text{export}}}{m_{i,\text{first}}}
+
+with t the seconds of round i and m its median time to a first token; `low` and `high`: ends of the 95 % interval, see
+`uncertainty.median_ratio`), and `other_load`. If other programs used more than 10 % of the processor, nothing is
+compared. `parameter_bytes` and `kv_bytes_per_token` are those of GGUF files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.progress import Watcher
+from fulldepth.core.thresholds import BUSY
+from fulldepth.core.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
+from fulldepth.data.examples import read_examples
+from fulldepth.execution.latency import OtherLoad, machine, order
+from fulldepth.execution.llama_cpp import LlamaCpp
+from fulldepth.execution.serving import Load, Serves, check_vllm, in_llama_cpp, in_vllm
+from fulldepth.hf import find_gguf, find_tokenizer, load_config, load_tokenizer, packaged, pick_device
+from fulldepth.results import Finding, Results, finite, provenance, stacked, tabulate, unique_names
+from fulldepth.settings.bench import BenchSettings
+from fulldepth.skip.exports.export import NOTES, read_notes
+
+P95 = 95
+CAN_SERVE = "Served can be: .gguf files, by llama.cpp; folders of the formats folded, layer and decilm, by vLLM."
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that a server can load."""
+
+    label: str
+    source: str
+    """Path of the GGUF file, folder, or Hub name."""
+    llama: LlamaCpp | None
+    """The GGUF file; None for a model of vLLM."""
+    notes: dict[str, Any]
+    """Notes of an export; empty for other models."""
+    config: Any = None
+    """Configuration of a model of vLLM."""
+
+    @property
+    def program(self) -> str:
+        """`llama.cpp` or `vLLM`."""
+        return "vLLM" if self.llama is None else "llama.cpp"
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.config.vocab_size if self.llama is None else self.llama.vocab_size
+
+    @property
+    def positions(self) -> int | None:
+        """Most tokens that it reads; None if it does not say."""
+        if self.llama is not None:
+            return self.llama.header.entries.get("context_length")
+        return getattr(self.config, "max_position_embeddings", None)
+
+
+class Cell(NamedTuple):
+    """One point of the grid."""
+
+    clients: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"{self.clients} client{'s' * (self.clients > 1)}"
+
+
+@dataclass
+class LoadTimes:
+    """Measurements of all models."""
+
+    models: Sequence[ServedModel]
+    new_tokens: int
+    rounds: dict[tuple[str, Cell], list[Load]] = field(default_factory=dict)
+    """(label, cell) -> the load of each round."""
+    other_load: dict[Cell, float] = field(default_factory=dict)
+    """Share of the processor that other programs used during the rounds."""
+
+    def baseline(self, model: ServedModel) -> ServedModel:
+        """The model that a model is compared with; itself, if it is the first of its program."""
+        return next(other for other in self.models if other.program == model.program)
+
+    def rates(self, label: str, cell: Cell) -> list[float]:
+        """New tokens per second in each round."""
+        return [len(load.first_tokens) * self.new_tokens / load.seconds for load in self.rounds[label, cell]]
+
+    def rate_ratio(self, label: str, other: str, cell: Cell) -> Ratio:
+        """Rate of a model over that of another one."""
+        seconds = [[load.seconds for load in self.rounds[name, cell]] for name in (other, label)]
+        return median_ratio(*seconds)
+
+    def first_token_ratio(self, label: str, other: str, cell: Cell) -> Ratio:
+        """Time to the first token of a model over that of another one."""
+        return median_ratio(
+            *([median(load.first_tokens) for load in self.rounds[name, cell]] for name in (label, other))
+        )
+
+    def busy(self, *cells: Cell) -> Finding | None:
+        """The finding in place of comparisons, if other programs used more than `BUSY` of the processor."""
+        other = max(self.other_load[cell] for cell in cells or self.other_load)
+        if other <= BUSY:
+            return None
+        text = f"Not compared: other programs used {100 * other:.0f} % of the processor. Run again on a quiet machine."
+        return Finding(None, "1", text)
+
+    def rows(self, model: ServedModel, cell: Cell) -> Iterator[tuple[Any, ...]]:
+        """Rows of a model in a cell."""
+        rates = self.rates(model.label, cell)
+        first_tokens = [seconds for load in self.rounds[model.label, cell] for seconds in load.first_tokens]
+        yield "output_rate", "server", None, None, "median", median(rates), len(rates), "tokens/s"
+        for statistic, value in (("median", median(first_tokens)), ("p95", np.percentile(first_tokens, P95))):
+            yield "first_token_time", "server", None, None, statistic, float(value), len(first_tokens), "s"
+        base = self.baseline(model)
+        if model is base or self.busy(cell) is not None:
+            return
+        for name, ratio in (("rate_ratio", self.rate_ratio), ("first_token_ratio", self.first_token_ratio)):
+            for statistic, value in zip(("median", "low", "high"), ratio(model.label, base.label, cell), strict=True):
+                if math.isfinite(value):
+                    yield name, "server", None, None, statistic, value, len(rates), "1"
+
+    def table(self) -> Any:
+        """The rows of all models, with the columns `model`, `batch` and `context`."""
+        tables = []
+        for model in self.models:
+            if model.llama is not None:
+                sizes = {
+                    "parameter_bytes": model.llama.parameter_bytes,
+                    "kv_bytes_per_token": model.llama.kv_bytes_per_token,
+                }
+                bytes_of = [(name, "model", None, None, "value", size, None, "bytes") for name, size in sizes.items()]
+                tables.append(tabulate(bytes_of, model=model.label, batch=None, context=None))
+            for cell, other in self.other_load.items():
+                rows = [*self.rows(model, cell)]
+                if model is self.models[0]:
+                    rows.append(("other_load", "model", None, None, "value", other, None, "1"))
+                tables.append(tabulate(rows, model=model.label, batch=cell.clients, context=cell.context))
+        return stacked(tables, model="str", batch="Int64", context="Int64")
+
+    def headline(self) -> Iterator[tuple[str, Finding]]:
+        """Findings by name: which model answers with most tokens per second, then the ratios of each export."""
+        if (not_compared := self.busy()) is not None:
+            yield "times", not_compared
+            return
+        for program in dict.fromkeys(model.program for model in self.models):
+            yield from self._most(program)
+        for model in self.models:
+            base = self.baseline(model)
+            if model is base:
+                continue
+            for name, what, ratio in (
+                ("rate_ratio", "tokens per second", self.rate_ratio),
+                ("first_token_ratio", "time to the first token", self.first_token_ratio),
+            ):
+                ratios = {cell: ratio(model.label, base.label, cell) for cell in self.other_load}
+                texts = [f"{self._where(cell)} {_in_words(ratio)}" for cell, ratio in ratios.items()]
+                sentence = f"{model.label}, {what} over those of {base.label}: {'; '.join(texts)}."
+                if what.startswith("time"):
+                    sentence = sentence.replace("over those of", "over that of")
+                yield f"{name} {model.label}", Finding(ratios[max(ratios)].value, "1", sentence)
+
+    def _most(self, program: str) -> Iterator[tuple[str, Finding]]:
+        """Which of several exports gives most tokens per second in each cell, if that is measurable."""
+        exports = [model for model in self.models if model.program == program and model is not self.baseline(model)]
+        if len(exports) < 2:
+            return
+        texts = []
+        for cell in self.other_load:
+            best, *others = sorted(exports, key=lambda model: -median(self.rates(model.label, cell)))
+            ahead = [self.rate_ratio(best.label, other.label, cell) for other in others]
+            if all(ratio.low > 1 for ratio in ahead):
+                texts.append(f"{self._where(cell)} {best.label}, {_in_words(ahead[0])} times {others[0].label}")
+            else:
+                level = [other.label for other, ratio in zip(others, ahead, strict=True) if not ratio.low > 1]
+                texts.append(
+                    f"{self._where(cell)} no measurable difference between {best.label} and {', '.join(level)}"
+                )
+        yield f"most_tokens {program}", Finding(None, "1", f"Most tokens per second in {program}: {'; '.join(texts)}.")
+
+    def _where(self, cell: Cell) -> str:
+        """`at 8 clients`, with the length of the prompt if there are several."""
+        several = len({other.context for other in self.other_load}) > 1
+        return f"at {cell}" + f" and {cell.context} tokens" * several
+
+
+def _in_words(ratio: Ratio) -> str:
+    """A ratio with its interval."""
+    if not math.isfinite(ratio.low):
+        return f"{ratio.value:.2f} (no interval: fewer than {FEWEST_ROUNDS} rounds)"
+    return f"{'' if ratio.differs else '≈ '}{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def bench_under_load(
+    original: Any,
+    exports: Sequence[Any],
+    settings: BenchSettings,
+    watcher: Watcher,
+    data: Any = None,
+    heldout: Any = None,
+    tokenizer: Any = None,
+) -> Results:
+    """Time models in servers, with every number of clients of `settings.concurrency`; see the docstring of this module.
+
+    Args:
+        original: GGUF file, checkpoint folder or Hub name.
+        exports: the same.
+        settings: of the benchmark; `contexts` are the lengths of the prompts.
+        watcher: receives progress.
+        data: as for `bench`: prompts are the beginnings of its held-out rows. None = random tokens, unless `heldout`
+            is set.
+        heldout: as for `bench`.
+        tokenizer: as for `bench`.
+
+    Raises:
+        FulldepthError: if a model cannot be served, models have different vocabularies, prompts with new tokens exceed
+            their positions, or no row of the data is long enough.
+    """
+    assert settings.concurrency
+    models = _opened([original, *exports], settings)
+    contexts = list(settings.contexts)
+    limit = min((model.positions for model in models if model.positions), default=None)
+    if limit is not None:
+        if "contexts" not in settings.model_fields_set:
+            contexts = list(
+                dict.fromkeys(min(context, max(1, limit - settings.max_new_tokens)) for context in contexts)
+            )
+        if max(contexts) + settings.max_new_tokens > limit:
+            raise FulldepthError(
+                f"A context of {max(contexts)} tokens and {settings.max_new_tokens} new ones exceed the {limit} "
+                "positions of the models. Use a shorter context or fewer new tokens."
+            )
+    slots = max(settings.concurrency)
+    positions = max(contexts) + settings.max_new_tokens + 1
+    prompts, about = _prompts(models[0], max(contexts), slots * settings.requests, settings, data, heldout, tokenizer)
+    measured = LoadTimes(models, settings.max_new_tokens)
+    cells = [Cell(clients, context) for context in contexts for clients in sorted(set(settings.concurrency))]
+    device = pick_device(settings.device)
+    with ExitStack() as stack:
+        served: list[Serves] = []
+        for model in models:
+            if model.llama is not None:
+                served.append(stack.enter_context(in_llama_cpp(model.llama, slots, positions, device)))
+            else:
+                engine = in_vllm(
+                    model.source,
+                    slots=slots,
+                    positions=positions,
+                    models=len(models),
+                    dtype=settings.dtype,
+                    seed=settings.seed,
+                    revision=settings.revision,
+                    trust_remote_code=settings.trust_remote_code,
+                )
+                served.append(stack.enter_context(engine))
+        watcher.begin("Benchmark under load", len(cells) * len(models) * (settings.repeats + settings.warmup))
+        for cell in cells:
+            texts = [prompt[: cell.context] for prompt in prompts[: cell.clients * settings.requests]]
+            load = OtherLoad()
+            for number in range(-settings.warmup, settings.repeats):
+                for index in order(len(models), number, settings.seed):
+                    result = served[index].serve(texts, settings.max_new_tokens, cell.clients)
+                    if number >= 0:
+                        measured.rounds.setdefault((models[index].label, cell), []).append(result)
+                    watcher.advance(1)
+            measured.other_load[cell] = load.share()
+    return Results(measured.table(), _document(measured, settings, about, device))
+
+
+def _opened(sources: Sequence[Any], settings: BenchSettings) -> list[ServedModel]:
+    """Every model, with the shortest distinct endings of the names as labels.
+
+    Raises:
+        FulldepthError: see `bench_under_load`.
+    """
+    if loaded := [source for source in sources if isinstance(source, PreTrainedModel)]:
+        raise FulldepthError(f"A loaded {type(loaded[0]).__name__} cannot be served; name its folder. {CAN_SERVE}")
+    labels = unique_names([Path(str(source)) for source in sources])
+    models = []
+    for label, source in zip(labels, sources, strict=True):
+        name = packaged(str(source))
+        file = find_gguf(name)
+        if file is not None:
+            models.append(ServedModel(label, str(file), LlamaCpp(file), {}))
+            continue
+        notes = read_notes(Path(name)) if (Path(name) / NOTES).is_file() else {}
+        if notes.get("format") == "fast":
+            raise FulldepthError(f"vLLM has no class for {name}, an export of the format fast. {CAN_SERVE}")
+        check_vllm(name)
+        whole = load_config(name, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+        models.append(ServedModel(label, name, None, notes, whole.get_text_config(decoder=True)))
+    first = models[0]
+    for model in models[1:]:
+        if model.vocab_size != first.vocab_size:
+            raise FulldepthError(
+                f"{model.label} has a vocabulary of {model.vocab_size}, {first.label} of {first.vocab_size}: not the "
+                "same model."
+            )
+    return models
+
+
+def _prompts(
+    model: ServedModel,
+    length: int,
+    count: int,
+    settings: BenchSettings,
+    data: Any,
+    heldout: Any,
+    tokenizer: Any,
+) -> tuple[list[list[int]], dict[str, Any] | None]:
+    """`count` prompts of `length` token ids, and the origin of the data; rows are repeated if there are too few."""
+    if data is None and heldout is None:
+        ids = np.random.default_rng(settings.seed).integers(0, model.vocab_size, (count, length))
+        return ids.tolist(), None
+    if tokenizer is None or isinstance(tokenizer, str | Path):
+        place = tokenizer or settings.tokenizer or find_tokenizer(model.source)
+        tokenizer = place and load_tokenizer(place, trust_remote_code=settings.trust_remote_code)
+    examples = read_examples(
+        data,
+        tokenizer,
+        model.positions,
+        heldout=heldout,
+        seed=settings.seed,
+        sequence_length=settings.sequence_length,
+        limit=settings.max_sequences,
+        vocab_size=model.vocab_size,
+    )
+    rows = [row.input_ids.tolist() for row in examples.heldout]
+    long = [row[:length] for row in rows if len(row) >= length]
+    if not long:
+        raise FulldepthError(
+            f"The longest held-out row has {max(map(len, rows))} tokens, and prompts need {length}. Set --contexts to "
+            "shorter ones, or for plain text --sequence-length to more."
+        )
+    return [long[index % len(long)] for index in range(count)], examples.meta
+
+
+def _document(measured: LoadTimes, settings: BenchSettings, data: dict[str, Any] | None, device: Any) -> dict[str, Any]:
+    """The entries of `results.json`."""
+    models = measured.models
+    entries = []
+    warnings = []
+    for model in models:
+        plan = model.notes.get("plan") or {}
+        described: dict[str, Any] = {"name": model.source, "class": getattr(model.config, "model_type", None)}
+        if model.llama is not None:
+            described["class"] = model.llama.header.architecture
+            described["num_layers"] = model.llama.header.entries.get("block_count")
+        else:
+            described["num_layers"] = getattr(model.config, "num_hidden_layers", None)
+        entries.append(
+            {
+                "label": model.label,
+                "program": model.program,
+                "baseline": model is models[0],
+                "model": described,
+                "format": model.notes.get("format"),
+                **{name: plan.get(name) for name in ("granularity", "blocks", "losses", "healed_loss")},
+            }
+        )
+        base = measured.baseline(model)
+        if model is base and model is not models[0]:
+            warnings.append(
+                f"{models[0].label} is served by {models[0].program}: models in {model.program} are compared with "
+                f"{model.label}, the first one there."
+            )
+        if model.notes.get("format") == "folded":
+            warnings.append(f"{model.label} (format folded) computes its removed blocks, so no time is saved.")
+    document = {
+        **provenance("bench", settings.model_dump(), seed=settings.seed, machine=machine(device)),
+        "baseline": models[0].label,
+        "model": entries[0]["model"],
+        "models": entries,
+        "data": data,
+        "warnings": [*warnings, *(data or {}).get("warnings", [])],
+        "headline": dict(measured.headline()),
+    }
+    return dict(finite(document))
