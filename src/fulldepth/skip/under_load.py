@@ -80,7 +80,7 @@ class ServedModel:
         return getattr(self.config, "max_position_embeddings", None)
 
 
-class Cell(NamedTuple):
+class LoadCell(NamedTuple):
     """One point of the grid."""
 
     clients: int
@@ -96,31 +96,31 @@ class LoadTimes:
 
     models: Sequence[ServedModel]
     new_tokens: int
-    rounds: dict[tuple[str, Cell], list[Load]] = field(default_factory=dict)
+    rounds: dict[tuple[str, LoadCell], list[Load]] = field(default_factory=dict)
     """(label, cell) -> the load of each round."""
-    other_load: dict[Cell, float] = field(default_factory=dict)
+    other_load: dict[LoadCell, float] = field(default_factory=dict)
     """Share of the processor that other programs used during the rounds."""
 
     def baseline(self, model: ServedModel) -> ServedModel:
         """The model that a model is compared with; itself, if it is the first of its program."""
         return next(other for other in self.models if other.program == model.program)
 
-    def rates(self, label: str, cell: Cell) -> list[float]:
+    def rates(self, label: str, cell: LoadCell) -> list[float]:
         """New tokens per second in each round."""
         return [len(load.first_tokens) * self.new_tokens / load.seconds for load in self.rounds[label, cell]]
 
-    def rate_ratio(self, label: str, other: str, cell: Cell) -> Ratio:
+    def rate_ratio(self, label: str, other: str, cell: LoadCell) -> Ratio:
         """Rate of a model over that of another one."""
         seconds = [[load.seconds for load in self.rounds[name, cell]] for name in (other, label)]
         return median_ratio(*seconds)
 
-    def first_token_ratio(self, label: str, other: str, cell: Cell) -> Ratio:
+    def first_token_ratio(self, label: str, other: str, cell: LoadCell) -> Ratio:
         """Time to the first token of a model over that of another one."""
         return median_ratio(
             *([median(load.first_tokens) for load in self.rounds[name, cell]] for name in (label, other))
         )
 
-    def busy(self, *cells: Cell) -> Finding | None:
+    def busy(self, *cells: LoadCell) -> Finding | None:
         """The finding in place of comparisons, if other programs used more than `BUSY` of the processor."""
         other = max(self.other_load[cell] for cell in cells or self.other_load)
         if other <= BUSY:
@@ -128,7 +128,7 @@ class LoadTimes:
         text = f"Not compared: other programs used {100 * other:.0f} % of the processor. Run again on a quiet machine."
         return Finding(None, "1", text)
 
-    def rows(self, model: ServedModel, cell: Cell) -> Iterator[tuple[Any, ...]]:
+    def rows(self, model: ServedModel, cell: LoadCell) -> Iterator[tuple[Any, ...]]:
         """Rows of a model in a cell."""
         rates = self.rates(model.label, cell)
         first_tokens = [seconds for load in self.rounds[model.label, cell] for seconds in load.first_tokens]
@@ -201,7 +201,7 @@ class LoadTimes:
                 )
         yield f"most_tokens {program}", Finding(None, "1", f"Most tokens per second in {program}: {'; '.join(texts)}.")
 
-    def _where(self, cell: Cell) -> str:
+    def _where(self, cell: LoadCell) -> str:
         """`at 8 clients`, with the length of the prompt if there are several."""
         several = len({other.context for other in self.other_load}) > 1
         return f"at {cell}" + f" and {cell.context} tokens" * several
@@ -257,7 +257,7 @@ def bench_under_load(
     positions = max(contexts) + settings.max_new_tokens + 1
     prompts, about = _prompts(models[0], max(contexts), slots * settings.requests, settings, data, heldout, tokenizer)
     measured = LoadTimes(models, settings.max_new_tokens)
-    cells = [Cell(clients, context) for context in contexts for clients in sorted(set(settings.concurrency))]
+    cells = [LoadCell(clients, context) for context in contexts for clients in sorted(set(settings.concurrency))]
     device = pick_device(settings.device)
     with ExitStack() as stack:
         served: list[Serves] = []
