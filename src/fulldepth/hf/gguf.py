@@ -58,6 +58,10 @@ file is refused."""
 SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
 """(architecture, number of layers) of the 27B models. Their attention is scaled by hidden size / number of heads, which
 no entry states."""
+NEXTN = "nextn_predict_layers"
+"""Number of the last blocks that predict further tokens (multi-token prediction), in `block_count`, not in the model."""
+WINDOWS = "attention.sliding_window_pattern"
+"""Whether each layer has a window, or n: every n-th layer has none. transformers does not read it."""
 FREQUENCIES = "rope_freqs.weight"
 FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 HEAD = "output.weight"
@@ -348,6 +352,9 @@ def _apply_entries(header: Header, config: Any) -> None:
         FulldepthError: if it has no option for an entry that changes the model's outputs.
     """
     entries = header.entries
+    predicting = entries.get(NEXTN, 0)
+    if predicting and config.num_hidden_layers != entries["block_count"] - predicting:
+        raise _refused(header.path, f"{NEXTN} = {predicting}, a block for multi-token prediction")
     if entries.get("rope.scaling.type", "none") != "none" and entries.get("rope.scaling.factor", 0) != 1:
         raise _refused(header.path, f"rope.scaling.type = {entries['rope.scaling.type']}")
     for name, option in (SIZES | SCALES).items():
@@ -360,6 +367,7 @@ def _apply_entries(header: Header, config: Any) -> None:
                 setattr(config, option, value)
         elif name in SCALES:
             raise _refused(header.path, f"{name} = {value}")
+    _apply_windows(header, config)
     if (header.architecture, config.num_hidden_layers) in SCALED_BY_WIDTH:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     rotary = getattr(config, "rope_parameters", None)
@@ -376,6 +384,20 @@ def _apply_entries(header: Header, config: Any) -> None:
         if "partial_rotary_factor" not in rotary:
             raise _refused(header.path, f"rope.dimension_count = {width} of {head} channels")
         rotary["partial_rotary_factor"] = width / head
+
+
+def _apply_windows(header: Header, config: Any) -> None:
+    """Set which layers have a window as llama.cpp reads it from the file."""
+    pattern = header.entries.get(WINDOWS)
+    kinds = getattr(config, "layer_types", None)
+    if pattern is None or not kinds or not {*kinds} <= {"sliding_attention", "full_attention"}:
+        return
+    if isinstance(pattern, int):
+        pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(len(kinds))]
+    stated = ["sliding_attention" if windowed else "full_attention" for windowed in pattern][: len(kinds)]
+    if len(stated) < len(kinds):
+        raise _refused(header.path, f"{WINDOWS} for {len(stated)} of {len(kinds)} layers")
+    config.layer_types = stated
 
 
 def _refused(path: Path, entry: str) -> FulldepthError:
@@ -418,6 +440,9 @@ def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tup
             **options,
         )
     unread = {FREQUENCIES} | ({HEAD} if config.tie_word_embeddings else set())
+    first = config.num_hidden_layers
+    predicting = tuple(f"blk.{first + number}." for number in range(header.entries.get(NEXTN, 0)))
+    unread |= {name for name in header.shapes if name.startswith(predicting)}
     stored = sum(math.prod(shape) for name, shape in header.shapes.items() if name not in unread)
     taken = sum(parameter.numel() for parameter in model.parameters())
     if stored != taken and not info["missing_keys"] and not info["mismatched_keys"]:
