@@ -134,6 +134,7 @@ def test_tokens_are_cut_as_the_file_says(written, model, tmp_path):
         ({"extra": {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}}, "frequencies", load_checkpoint),
         ({"extra": {"rope_freqs.weight": np.ones(8, dtype=np.float32)}}, None, load_checkpoint),
         ({"extra": {"blk.0.attn_q.bias": np.ones(64, dtype=np.float32)}}, "113,152", load_checkpoint),
+        ({"entries": {"nextn_predict_layers": 1}}, "nextn_predict_layers = 1", load_checkpoint),
         ({"rule": None}, "no tokenizer", load_tokenizer),
         ({"rule": "quux"}, "'quux'", load_tokenizer),
     ],

@@ -59,7 +59,7 @@ SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
 """(architecture, number of layers) of the 27B models. Their attention is scaled by hidden size / number of heads, which
 no entry states."""
 NEXTN = "nextn_predict_layers"
-"""Number of the last blocks that predict further tokens (multi-token prediction), in `block_count`, not in the model."""
+"""Number of blocks for multi-token prediction, the last ones; `block_count` includes them, the model does not."""
 WINDOWS = "attention.sliding_window_pattern"
 """Whether each layer has a window, or n: every n-th layer has none. transformers does not read it."""
 FREQUENCIES = "rope_freqs.weight"

@@ -27,7 +27,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from fulldepth.core.errors import FulldepthError, names_of
 from fulldepth.hf import Anatomy, device_of, load_checkpoint
-from fulldepth.hf.gguf import Header, find_gguf, load_gguf_config, load_gguf_model, packaged, read_header
+from fulldepth.hf.gguf import Header, find_gguf, load_gguf_config, packaged, read_header
 from fulldepth.hf.scalars import GRANULARITIES, ROLES
 from fulldepth.hf.stream_scale import GGUF_ENTRY
 from fulldepth.skip.exports.formats.checkpoint import Draft, Weight
@@ -107,7 +107,7 @@ def source_of(model: PreTrainedModel) -> Path:
     Raises:
         FulldepthError: if it was loaded from something else.
     """
-    source = find_gguf(packaged(model.name_or_path)) if model.name_or_path else None
+    source = gguf_of(model)
     if source is None:
         raise FulldepthError(
             f"--format gguf changes a GGUF file, and {model.name_or_path or 'this model'} is none. Convert it once "
@@ -116,6 +116,15 @@ def source_of(model: PreTrainedModel) -> Path:
             "(`llama-quantize`)."
         )
     return source
+
+
+def gguf_of(model: PreTrainedModel) -> Path | None:
+    """The GGUF file that a model was loaded from, None if it was loaded from something else.
+
+    Raises:
+        FulldepthError: if the file or the package is gone.
+    """
+    return find_gguf(packaged(model.name_or_path)) if model.name_or_path else None
 
 
 def write_gguf(
@@ -220,9 +229,10 @@ def changes(
 
     config = load_gguf_config(header.path)
     architecture = header.architecture
-    if is_gguf_arch_supported(architecture) and architecture not in TENSOR_PROCESSORS:
-        refuse_changes(header, config, weights)
+    if not weights:
         return {}, {}
+    if is_gguf_arch_supported(architecture) and architecture not in TENSOR_PROCESSORS:
+        raise FulldepthError(f"--format gguf does not store weights of a {architecture}. Use --format folded.")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
@@ -246,7 +256,7 @@ def changes(
         if torch.equal(known, weight if read.name else weight.where(known != 0, known)):
             continue
         if read.name is None:
-            raise not_stored(name, architecture)
+            raise FulldepthError(f"{name} changed, and --format gguf does not store such a weight of a {architecture}.")
         # transformers moves the entries and, for some norms, adds a constant.
         index = np.arange(values.size).reshape(values.shape)
         added = process(np.zeros_like(index)).weights.flat[0]
@@ -258,27 +268,6 @@ def changes(
         if not (held[name] - weight).norm() <= ROUNDING * weight.norm():
             raise FulldepthError(f"{kind.name} rounds the changed {name} too much. Choose a larger type (--gguf-type).")
     return replaced, held
-
-
-def refuse_changes(header: Header, config: Any, weights: Mapping[str, Weight]) -> None:
-    """Refuse weights that are not the file's, for architectures whose conversion in transformers has no inverse here.
-
-    Raises:
-        FulldepthError: with the name of such a weight.
-    """
-    if not weights:
-        return
-    stored, _ = load_gguf_model(header.path, config, AutoModelForCausalLM, dtype=torch.float32)
-    for name, tensor in stored.state_dict().items():
-        if name in weights:
-            weight = weights[name].read().cpu()
-            if not torch.equal(weight, tensor.to(weight.dtype)):
-                raise not_stored(name, header.architecture)
-
-
-def not_stored(name: str, architecture: str) -> FulldepthError:
-    """Return the error for a changed weight that the format cannot store."""
-    return FulldepthError(f"{name} changed, and --format gguf does not store such a weight of a {architecture}.")
 
 
 def encoded(values: np.ndarray, source_type: Any, gguf_type: str | None = None) -> tuple[np.ndarray, Any]:

@@ -14,10 +14,11 @@ Source: llama.cpp, `src/models/*.cpp` (`load_swa_pattern`, `set_recr_pattern`, `
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from fulldepth.core.errors import FulldepthError, names_of
 from fulldepth.hf.gguf import NEXTN, SCALED_BY_WIDTH, Header, load_gguf_config
+from fulldepth.skip.exports.formats.format import period_of
 
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 DECI_TENSORS = re.compile(r"(attn_(norm|q|k|v|qkv|output)|ffn_(norm|gate|up|down))\.(weight|bias)")
@@ -120,8 +121,11 @@ def check_whole(header: Header, layers: Layers) -> None:
     kinds = getattr(load_gguf_config(header.path), "layer_types", None) or []
     remaining_kinds = [kinds[number - 1] for number, _ in layers if number and kinds]
     if KIND_LISTS.get(architecture) not in per_layer(header) and remaining_kinds != kinds[: len(remaining_kinds)]:
+        period = period_of(kinds)
         raise FulldepthError(
-            f"llama.cpp takes from the number of a {architecture} layer what it computes: {period_of(kinds)}"
+            f"llama.cpp takes from the number of a {architecture} layer what it computes: "
+            f"{', '.join(kinds[:period])}, and so on. The layers that are left do not follow that. The last layers can "
+            f"be removed, and any {period} neighbours."
         )
     if counted := [name for name in COUNTS if header.entries.get(name)]:
         raise FulldepthError(
@@ -133,15 +137,6 @@ def check_whole(header: Header, layers: Layers) -> None:
             f"llama.cpp takes the scale of the attention of a {architecture} from its number of layers; with "
             f"{len(layers)} instead of {num_layers} it would be another."
         )
-
-
-def period_of(kinds: Sequence[str]) -> str:
-    """The sentences that say in which period the kinds of layers repeat, and which layers can be removed then."""
-    period = next(step for step in range(1, len(kinds) + 1) if [*kinds[step:]] == [*kinds[: len(kinds) - step]])
-    return (
-        f"{', '.join(kinds[:period])}, and so on. The layers that are left do not follow that. The last layers can be "
-        f"removed, and any {period} neighbours."
-    )
 
 
 def per_layer(header: Header) -> set[str]:
