@@ -123,7 +123,7 @@ def test_llama_cpp_computes_what_is_left_from_the_sources_bytes(removed, archite
 
 OTHERS = {
     "mistral": {"sliding_window": None},
-    "phi3": {"num_key_value_heads": 1, "sliding_window": None},
+    "phi3": {"num_key_value_heads": 1, "sliding_window": None, "entries": {"attention.sliding_window": 0}},
     "qwen2": {"tie_word_embeddings": True},
 }
 """Types of models whose graph is that of `deci` -> settings."""
@@ -218,8 +218,7 @@ def test_a_type_that_cannot_be_written_becomes_q8_0():
     assert [writer.encoded(values, kind)[1] for kind in given] == [KINDS.Q8_0, KINDS.Q8_0, KINDS.Q5_0]
 
 
-GEMMA = {"num_hidden_layers": 12, "sliding_window": 4, "head_dim": 256}
-"""llama.cpp scales by the width of a head, GGUF files state no other."""
+GEMMA = {"num_hidden_layers": 12, "sliding_window": 4, "head_dim": 16}
 SIXTH = [True, True, True, True, True, False] * 2
 
 
