@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import torch
 import transformers
 from tokenizers import Tokenizer
@@ -51,6 +52,7 @@ LAYERS, VOCABULARY, LENGTH = 6, 512, 24
 WRONG = 0.02
 """Error above which a reader computes another model; the largest one of rounding is 5e-3."""
 TOKENS, ROUNDS = 32, 7
+REAL = "real-weights"
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -166,7 +168,7 @@ def built(kind: str) -> PreTrainedModel:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte, one merge, and unused tokens. llama.cpp's converter counts the three special ones twice for Gemma."""
+    """One token for each byte, one merge and unused ones. llama.cpp's converter counts special ones twice for Gemma."""
     tokens = ["<unk>", "<s>", "</s>", "<|endoftext|>", *sorted(ByteLevel.alphabet()), "th"]
     tokens += [f"<unused{number}>" for number in range(VOCABULARY - 3 - len(tokens))]
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -268,72 +270,70 @@ def read_all(cases: Sequence[Case], name: str, interpreter: str, further: Sequen
     return outcomes
 
 
-def speeds(folder: Path, model: str, name: str, interpreter: str, further: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The speed of every export of a GGUF file that a reader runs, over that of the original."""
-    formats = {"llama.cpp": ("gguf",), "stock": ("folded", "layer"), "carried": ("fast",)}
-    formats |= {"mlx": ("folded", "decilm", "layer"), "vllm": ("folded", "decilm", "layer")}
+def real_cases(folder: Path, model: str, name: str) -> list[Case]:
+    """The exports of a GGUF file that a reader runs, with real weights."""
+    formats = {"llama.cpp": ("gguf",), "stock": ("layer",), "carried": ("fast",)}
+    formats |= dict.fromkeys(("mlx", "vllm"), ("decilm", "layer"))
     loaded = load_checkpoint(model, device="cpu").model.float()
-    original = Path(model)
-    if name != "llama.cpp" and not (original := folder / "speed-original").exists():
+    original = folder / REAL
+    if not original.exists():
         loaded.save_pretrained(original)
+    found = []
     for number, row in enumerate(ROWS):
         for format in (format for format in row.formats if format in formats[name] and row.removed):
-            target = folder / f"speed-{number}-{format}{'.gguf' * (format == 'gguf')}"
+            target = folder / f"{REAL}-{number}-{format}{'.gguf' * (format == 'gguf')}"
+            plan = plan_of(loaded, loaded.config.num_hidden_layers, 0.0, 0, row.removed, row.granularity)
             if not target.exists():
-                plan = plan_of(loaded, loaded.config.num_hidden_layers, 0.0, 0, row.removed, row.granularity)
                 write_unread(plan, loaded, format, target)
-            found = {"row": number, "format": format} | ratio((original, target), name, interpreter, further)
-            print(name, found, flush=True)
-            yield found
+            ids, expected = definition(loaded, plan)
+            found.append(Case(number, REAL, format, target, ids, expected))
+    return found
 
 
 def ratio(paths: Sequence[Path], name: str, interpreter: str, further: Sequence[str]) -> dict[str, float]:
-    """Decode speed of the second model over that of the first: of processor seconds, and of seconds; with half the
-    range of the middle half of the rounds.
-    """
+    """Decode speed of the second model over that of the first, and half the range of the middle half of the rounds."""
     with ExitStack() as stack, tempfile.TemporaryFile("w+") as errors:
         modules = stack.enter_context(tempfile.TemporaryDirectory())
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": modules}
         processes = []
         for path in paths:
             command = [interpreter, "-W", "ignore", "-P", str(PROGRAM), name, "speed", str(path.absolute()), *further]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
-            process = stack.enter_context(subprocess.Popen(command, env=environment, **pipes))  # type: ignore[call-overload]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            process = stack.enter_context(subprocess.Popen(command, env=environment, text=True, **pipes))
             processes.append(process)
         for process in processes:
-            answer(process)
+            wait(process)
 
-        def seconds(process: Any, count: int) -> dict[str, float]:
+        def seconds(process: Any, count: int) -> float:
+            before = processor_seconds(process.pid)
             process.stdin.write(f"{count}\n")
             process.stdin.flush()
-            return answer(process)
+            wait(process)
+            return processor_seconds(process.pid) - before
 
-        ratios: dict[str, list[float]] = {"processor": [], "wall": []}
+        ratios = []
         for turn in range(ROUNDS + 1):
-            decoding = []
-            for process in processes if turn % 2 else processes[::-1]:
-                short, long = (seconds(process, count) for count in (1, TOKENS + 1))
-                decoding.append({kind: long[kind] - short[kind] for kind in ratios})
+            order = processes if turn % 2 else processes[::-1]
+            decoding = [seconds(process, TOKENS + 1) - seconds(process, 1) for process in order]
             before, after = decoding if turn % 2 else decoding[::-1]
-            for kind, values in ratios.items():
-                if turn:  # the first round warms up
-                    values.append(before[kind] / after[kind])
+            ratios.append(before / after)
         for process in processes:
             process.stdin.close()
-    found = {}
-    for kind, values in ratios.items():
-        low, middle, high = statistics.quantiles(values, n=4)
-        found |= {kind: middle, f"{kind}_spread": (high - low) / 2}
-    return found
+    low, middle, high = statistics.quantiles(ratios[1:], n=4)  # the first round warms up
+    return {"speed": middle, "spread": (high - low) / 2}
 
 
-def answer(process: Any) -> dict[str, float]:
-    """The next line of JSON that a process prints."""
-    for line in process.stdout:
-        if line.startswith("{"):
-            found: dict[str, float] = json.loads(line)
-            return found
-    raise SystemExit(f"{process.args} ended")
+def processor_seconds(pid: int) -> float:
+    """Processor seconds of a process and those that it started."""
+    process = psutil.Process(pid)
+    times = (one.cpu_times() for one in (process, *process.children(recursive=True)))
+    return sum(taken.user + taken.system for taken in times)
+
+
+def wait(process: Any) -> None:
+    """Wait until a process prints a line of JSON."""
+    if not any(line.startswith("{") for line in process.stdout):
+        raise SystemExit(f"{process.args} ended")
 
 
 def table(outcomes: dict[str, Any], refused: Sequence[Sequence[Any]]) -> Iterator[str]:
@@ -352,7 +352,7 @@ def table(outcomes: dict[str, Any], refused: Sequence[Sequence[Any]]) -> Iterato
                 exported = sorted({family for n, family, kind, _ in refused if (n, kind) == (number, format)})
                 if found:
                     speed = [o for o in outcomes[name].get("speed", ()) if (o["row"], o["format"]) == (number, format)]
-                    times = f", **{speed[0]['processor']:.2f}×**" if speed else ""
+                    times = f", **{speed[0]['speed']:.2f}×** ± {speed[0]['spread']:.2f}" if speed else ""
                     parts.append(f"`{format}`: {described(found)}{times}")
                     if exported:
                         parts[-1] += f"; no export: {', '.join(exported)}"
@@ -398,7 +398,15 @@ def main() -> None:
             outcomes["readers"][name] = {"version": logits[0]["version"], "logits": logits}
             stored.write_text(json.dumps(outcomes, indent=1))
         if args.speed and "speed" not in outcomes["readers"][name]:
-            outcomes["readers"][name]["speed"] = list(speeds(args.folder, args.speed, name, interpreter, further))
+            real = real_cases(args.folder, args.speed, name)
+            outcomes["readers"][name]["logits"] += read_all(real, name, interpreter, further)
+            original = Path(args.speed) if name == "llama.cpp" else args.folder / REAL
+            measured = []
+            for case in real:
+                found = ratio((original, case.path), name, interpreter, further)
+                measured.append({"row": case.row, "format": case.format} | found)
+                print(name, measured[-1], flush=True)
+            outcomes["readers"][name]["speed"] = measured
             stored.write_text(json.dumps(outcomes, indent=1))
     print("\n".join(table(outcomes["readers"], outcomes["refused"])))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -25,8 +26,9 @@ from fulldepth.hf import skipping
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.export import NOTES, export, load
 from fulldepth.skip.exports.formats import FORMATS, as_stock, decilm
+from fulldepth.skip.exports.formats.format import misread_without
 from fulldepth.skip.heal import heal
-from fulldepth.skip.least_squares import refit
+from fulldepth.skip.least_squares import format_for, refit
 from json_files import read_json, write_json
 from refusals import refused
 from skip import planned
@@ -172,6 +174,22 @@ def test_the_layer_format_is_shallower_and_every_list_of_the_configuration_with_
     assert report.notes[0].startswith(warning) is counted
     card = (report.path / "README.md").read_text().split("---\n")[-1]
     assert card.split("\n\n")[1].startswith(f"**{warning}") is counted
+
+
+def test_healing_takes_a_format_that_no_program_misreads():
+    for block, format in ((2, "fast"), (3, "layer")):
+        model, plan, _ = prepared("gemma2", [block], "layer")
+        assert format_for(plan, model) == format
+
+
+@pytest.mark.parametrize(
+    ("depth", "words"), [(46, "number of layers of a gemma2 .* 45 instead of 46"), (44, None)]
+)
+def test_layers_whose_attention_llama_cpp_takes_from_their_count(depth, words):
+    config = AutoConfig.for_model("gemma2", **tiny_models.PLAIN | {"num_hidden_layers": depth, "head_dim": 8})
+    anatomy = find_anatomy(AutoModelForCausalLM.from_config(config))
+    said = misread_without(anatomy, range(1, depth))
+    assert said is None if words is None else re.search(words, said)
 
 
 EXPERTS = {
