@@ -127,7 +127,7 @@ ROWS = (
         ),
         ("fast", "gguf"),
     ),
-    Row("whole layers out of the period", "layer", (2,), (), ("layer", "gguf")),
+    Row("whole layers out of the period (`--by-list`)", "layer", (2,), (), ("layer", "gguf")),
 )
 FAMILIES = {
     "folded": tuple(KINDS),
@@ -352,31 +352,46 @@ def table(outcomes: dict[str, Any], refused: Sequence[Sequence[Any]]) -> Iterato
             parts = []
             for format in row.formats:
                 found = [o for o in outcomes[name]["logits"] if (o["row"], o["format"]) == (number, format)]
-                exported = sorted({family for n, family, kind, _ in refused if (n, kind) == (number, format)})
-                if found:
-                    speed = [o for o in outcomes[name].get("speed", ()) if (o["row"], o["format"]) == (number, format)]
-                    times = f", **{speed[0]['speed']:.2f}×** ± {speed[0]['spread']:.2f}" if speed else ""
-                    parts.append(f"`{format}`: {described(found)}{times}")
-                    if exported:
-                        parts[-1] += f"; no export: {', '.join(exported)}"
+                unwritten = sorted({family for n, family, kind, _ in refused if (n, kind) == (number, format)})
+                said = [described(found)] if found else []
+                if unwritten and (found or format != "gguf" or name == "llama.cpp"):
+                    said.append(f"no export ({', '.join(unwritten)})")
+                for speed in outcomes[name].get("speed", ()):
+                    if (speed["row"], speed["format"]) == (number, format):
+                        said.append(f"**{speed['speed']:.2f}×** ± {speed['spread']:.2f}")
+                if said:
+                    parts.append(f"`{format}`: {', '.join(said)}")
             cells.append("<br>".join(parts) or "no format")
         yield f"| {' | '.join(cells)} |"
+    for format, families in FAMILIES.items():
+        yield f"`{format}`: {', '.join(families)}"
 
 
 def described(found: Sequence[dict[str, Any]]) -> str:
     """What a reader made of the exports in one format: range of errors, which are wrong, and which are refused."""
     allowed = {("gguf", REAL): 2 * WRONG}
-    right = []
+    right, wrong, failed = [], [], []
+    errors = []
     for outcome in found:
-        if "failed" not in outcome:
-            most = allowed.get((outcome["format"], outcome["family"]), WRONG)
-            right += [outcome] * (max(outcome["error"], outcome["cache_error"]) <= most)
-    wrong = [o["family"] for o in found if "failed" not in o and o not in right]
-    failed = [o["family"] for o in found if "failed" in o]
-    errors = sorted(max(o["error"], o["cache_error"]) for o in right)
-    parts = [f"{errors[0]:.0e} to {errors[-1]:.0e} ({', '.join(o['family'] for o in right)})"] if right else []
-    parts += [f"**another model** ({', '.join(wrong)})"] if wrong else []
-    parts += [f"refused ({', '.join(failed)})" if right or wrong else "refused"] if failed else []
+        family = outcome["family"]
+        if "failed" in outcome:
+            failed.append(family)
+            continue
+        error = max(outcome["error"], outcome["cache_error"])
+        if error > allowed.get((outcome["format"], family), WRONG):
+            wrong.append(family)
+        else:
+            right.append(family)
+            errors.append(error)
+    named = len(right) < len(found)
+    parts = []
+    if right:
+        low, high = (f"{error:.0e}".replace("e-0", "e-") for error in (min(errors), max(errors)))
+        parts.append(f"{low} to {high}" + f" ({', '.join(right)})" * named)
+    if wrong:
+        parts.append(f"**another model** ({', '.join(wrong)})")
+    if failed:
+        parts.append("refused" + f" ({', '.join(failed)})" * bool(right or wrong))
     return ", ".join(parts)
 
 

@@ -63,7 +63,8 @@ def prepared(name, blocks, granularity="attention", **options):
         ("gpt_neox", "folded", "attention", [1, 2, 3]),
         ("gemma3", "fast", "attention", [1, 3]),
         ("qwen2", "decilm", "attention", [1, 3]),
-        ("gemma2", "layer", "layer", [2]),
+        ("gemma2", "fast", "layer", [2]),
+        ("gemma2", "layer", "layer", [3]),
     ],
 )
 def test_every_format_gives_the_plans_logits_in_a_fresh_process(name, format, granularity, blocks, tmp_path):
@@ -310,7 +311,7 @@ NEGATIVE = planned.scalars([2]) | {"1": dict.fromkeys(planned.NAMES, -0.1)}
     [
         ("llama", "folded", "attention", [2], {}, "exists", "there"),
         ("llama", "fats", "attention", [2], {}, "fast", "out"),
-        ("llama", "fast", "layer", [2], {}, "fast", "out"),
+        ("llama", "decilm", "layer", [2], {}, "Use --format folded or fast or layer or gguf", "out"),
         ("llama", "layer", "layer", [1, 2, 3], {}, "3 layers", "out"),
         ("llama", "folded", "attention", [2], {}, "Cannot write", "file/out"),
         ("llama", "fast", "attention", [2], {"seed": 3}, "another LlamaForCausalLM", "deep/out"),
