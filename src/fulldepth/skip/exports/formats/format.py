@@ -158,7 +158,7 @@ class Layer(Format):
                 raise FulldepthError(f"{error} Use --format folded.") from error
 
     def misread(self, anatomy: Anatomy, plan: Plan) -> str | None:
-        """As for `Format`, see `misread_without`."""
+        """Return why some programs would compute another model from the remaining layers; None if none would."""
         return misread_without(anatomy, remaining(plan, anatomy))
 
     def write(self, draft: Draft) -> list[str]:
