@@ -183,9 +183,7 @@ def test_healing_takes_a_format_that_no_program_misreads():
         assert format_for(plan, model) == format
 
 
-@pytest.mark.parametrize(
-    ("depth", "words"), [(46, "number of layers of a gemma2 .* 45 instead of 46"), (44, None)]
-)
+@pytest.mark.parametrize(("depth", "words"), [(46, "number of layers of a gemma2 .* 45 instead of 46"), (44, None)])
 def test_layers_whose_attention_llama_cpp_takes_from_their_count(depth, words):
     config = AutoConfig.for_model("gemma2", **tiny_models.PLAIN | {"num_hidden_layers": depth, "head_dim": 8})
     anatomy = find_anatomy(AutoModelForCausalLM.from_config(config))
