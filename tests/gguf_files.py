@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 
-ARCHITECTURES = {"gemma3_text": "gemma3", "mistral": "llama", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {"gemma3_text": "gemma3", "mistral": "llama", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"}
 """Model type -> name of the architecture in llama.cpp, where it is another."""
-ONE_ADDED = ("gemma2", "gemma3", "nemotron")
+ONE_ADDED = ("gemma2", "gemma3", "nemotron", "qwen35")
 """Architectures whose norms are stored with 1 added to the weights."""
 SPLIT_EXPERTS = ("ffn_gate_exps", "ffn_up_exps")
 CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -32,6 +32,11 @@ OPTIONS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "vocab_size": "vocab_size",
+    "shortconv.l_cache": "conv_L_cache",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
 }
 """Entry below the architecture's name -> option of the configuration, or several names of it."""
 
@@ -63,7 +68,7 @@ def write(path, model, *, rule = "smollm", quantise = None,
         rule: name of the tokenizer's way to split text; None = the file holds no tokenizer.
         quantise: a `gguf.GGMLQuantizationType` for matrices; None = float32.
         architecture: name in the metadata, if not the model's.
-        entries: further metadata below the architecture's name: numbers or strings.
+        entries: further metadata below the architecture's name: numbers, strings or lists.
         extra: further tensors.
         whole_entries: further metadata, whole numbers by their full names.
         pad: id of the padding token; negative ones are written as signed numbers.
@@ -74,7 +79,8 @@ def write(path, model, *, rule = "smollm", quantise = None,
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     for name, value in (_entries(config) | (entries or {})).items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        kinds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        add = kinds[type(value)]
         add(f"{architecture}.{name}", value)
     for name, value in (whole_entries or {}).items():
         writer.add_uint16(name, value)
@@ -126,6 +132,13 @@ def _entries(config):
             found[name] = stated[0]
     found.setdefault("feed_forward_length", 4 * config.hidden_size)
     found.setdefault("attention.head_count_kv", config.num_attention_heads)
+    if config.model_type == "lfm2":
+        kinds = config.layer_types
+        found["attention.head_count_kv"] = [config.num_key_value_heads * (kind != "conv") for kind in kinds]
+        found["attention.layer_norm_rms_epsilon"] = found.pop("attention.layer_norm_epsilon")
+    if config.model_type == "qwen3_5_text":
+        found["ssm.inner_size"] = config.linear_value_head_dim * config.linear_num_value_heads
+        found["rope.dimension_sections"] = [*config.rope_parameters["mrope_section"], 0]
     if rotary := getattr(config, "rope_parameters", None):
         rotary = rotary.get("full_attention", rotary)
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -165,10 +178,18 @@ def _tensors(model, architecture):
         module, _, suffix = (
             full_name.rpartition(".") if full_name.endswith(("weight", "bias")) else (full_name, "", "weight")
         )
+        if full_name.endswith("dt_bias"):
+            weights[f"blk.{full_name.split('.')[2]}.ssm_dt.bias"] = weight
+            continue
         name = names.get_name(module)
+        if name.endswith("ssm_a"):
+            weights[name] = -weight.exp()  # without an ending
+            continue
+        if "conv" in name and weight.ndim == 3:
+            weight = weight.squeeze(1)
         if config.model_type == "gpt2" and weight.ndim == 2 and ".h." in full_name:
             weight = weight.T  # Conv1D
-        if architecture in ONE_ADDED and name.endswith("norm") and suffix == "weight":
+        if architecture in ONE_ADDED and name.endswith("norm") and suffix == "weight" and "ssm" not in name:
             weight = weight + 1
         heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", None)}
         if architecture == "llama" and name.split(".")[-1] in heads:

@@ -52,13 +52,14 @@ def same_logits(found, expected, atol=1e-6):
 
 DECODER = tiny_models.PLAIN | {"vocab_size": 300}
 GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
 FAMILIES = {
     "Qwen2": DECODER,
     "Qwen3": DECODER | {"head_dim": 16},
     "Qwen3Moe": DECODER
     | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
-    "Gemma2": DECODER | {"head_dim": 16, "sliding_window": 8, "final_logit_softcapping": 3.0},
-    "Gemma3": DECODER | {"head_dim": 16, "sliding_window": 8},
+    "Gemma2": DECODER | GEMMA | {"final_logit_softcapping": 3.0},
+    "Gemma3": DECODER | GEMMA,
     "Phi3": DECODER | {"sliding_window": 8},
     "Starcoder2": DECODER | {"sliding_window": None, "rope_theta": 5e4},
     "StableLm": DECODER | {"partial_rotary_factor": 0.5, "rope_theta": 5e4},
@@ -84,7 +85,7 @@ def test_every_family_has_the_stock_logits(family, tmp_path):
 @pytest.mark.thorough
 def test_the_attention_scale_of_gemma_27b_is_not_the_default(tmp_path):
     options = FAMILIES["Gemma2"] | {"num_hidden_layers": 46, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4}
-    config = transformers.Gemma2Config(**options, query_pre_attn_scalar=8 // 4)
+    config = transformers.Gemma2Config(**options | {"query_pre_attn_scalar": 8 // 4})
     model = transformers.Gemma2ForCausalLM(config).eval()
     loaded = opened(gguf_files.write(tmp_path / "tiny.gguf", model))
     assert loaded.config.query_pre_attn_scalar == 8 // 4
@@ -134,6 +135,7 @@ def test_tokens_are_cut_as_the_file_says(written, model, tmp_path):
         ({"extra": {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}}, "frequencies", load_checkpoint),
         ({"extra": {"rope_freqs.weight": np.ones(8, dtype=np.float32)}}, None, load_checkpoint),
         ({"extra": {"blk.0.attn_q.bias": np.ones(64, dtype=np.float32)}}, "113,152", load_checkpoint),
+        ({"entries": {"nextn_predict_layers": 1}}, "nextn_predict_layers = 1", load_checkpoint),
         ({"rule": None}, "no tokenizer", load_tokenizer),
         ({"rule": "quux"}, "'quux'", load_tokenizer),
     ],

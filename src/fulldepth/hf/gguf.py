@@ -42,8 +42,10 @@ SIZES = {
 }
 """Metadata key without the architecture's prefix -> the equivalent option of a configuration. Keys without one are
 ignored: weights of another shape are refused in any case."""
+WINDOW = "attention.sliding_window"
+"""Number of tokens that a layer with a window attends to; 0 = no layer has one."""
 SCALES = {
-    "attention.sliding_window": "sliding_window",
+    WINDOW: "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "logit_scale": "logits_scaling",
@@ -56,8 +58,12 @@ SCALES = {
 """Metadata key -> equivalent option, for keys that change a model's outputs. If a configuration lacks the option, the
 file is refused."""
 SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
-"""(architecture, number of layers) of the 27B models. Their attention is scaled by hidden size / number of heads, which
-no entry states."""
+"""(architecture, number of layers) of the 27B models. Their attention is scaled by hidden size / number of heads, that
+of other Gemmas by the width of a head; no entry states it."""
+NEXTN = "nextn_predict_layers"
+"""Number of blocks for multi-token prediction, the last ones; `block_count` includes them, the model does not."""
+WINDOWS = "attention.sliding_window_pattern"
+"""Whether each layer has a window, or n: every n-th layer has none. transformers does not read it."""
 FREQUENCIES = "rope_freqs.weight"
 FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 HEAD = "output.weight"
@@ -348,20 +354,17 @@ def _apply_entries(header: Header, config: Any) -> None:
         FulldepthError: if it has no option for an entry that changes the model's outputs.
     """
     entries = header.entries
+    predicting = entries.get(NEXTN, 0)
+    if predicting and config.num_hidden_layers != entries["block_count"] - predicting:
+        raise _refused(header.path, f"{NEXTN} = {predicting}, a block for multi-token prediction")
     if entries.get("rope.scaling.type", "none") != "none" and entries.get("rope.scaling.factor", 0) != 1:
         raise _refused(header.path, f"rope.scaling.type = {entries['rope.scaling.type']}")
-    for name, option in (SIZES | SCALES).items():
-        value = entries.get(name)
-        if value is None:
-            continue
-        if hasattr(config, option):
-            current = getattr(config, option)
-            if not (isinstance(current, int | float) and math.isclose(current, value, rel_tol=1e-6)):
-                setattr(config, option, value)
-        elif name in SCALES:
-            raise _refused(header.path, f"{name} = {value}")
-    if (header.architecture, config.num_hidden_layers) in SCALED_BY_WIDTH:
-        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    _apply_options(header, config)
+    _apply_windows(header, config)
+    if hasattr(config, "query_pre_attn_scalar"):
+        by_width = (header.architecture, config.num_hidden_layers) in SCALED_BY_WIDTH
+        width = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = width if by_width else config.head_dim
     rotary = getattr(config, "rope_parameters", None)
     if rotary is None:
         if "rope.freq_base" in entries:
@@ -376,6 +379,41 @@ def _apply_entries(header: Header, config: Any) -> None:
         if "partial_rotary_factor" not in rotary:
             raise _refused(header.path, f"rope.dimension_count = {width} of {head} channels")
         rotary["partial_rotary_factor"] = width / head
+
+
+def _apply_options(header: Header, config: Any) -> None:
+    """Copy entries that are options of the configuration.
+
+    Raises:
+        FulldepthError: if it has no option for an entry that changes the model's outputs.
+    """
+    for name, option in (SIZES | SCALES).items():
+        value = header.entries.get(name)
+        if value is None:
+            continue
+        if name == WINDOW and value == 0:
+            if hasattr(config, option):
+                setattr(config, option, None)
+        elif hasattr(config, option):
+            current = getattr(config, option)
+            if not (isinstance(current, int | float) and math.isclose(current, value, rel_tol=1e-6)):
+                setattr(config, option, value)
+        elif name in SCALES:
+            raise _refused(header.path, f"{name} = {value}")
+
+
+def _apply_windows(header: Header, config: Any) -> None:
+    """Set which layers have a window as llama.cpp reads it from the file."""
+    pattern = header.entries.get(WINDOWS)
+    kinds = getattr(config, "layer_types", None)
+    if pattern is None or not kinds or not {*kinds} <= {"sliding_attention", "full_attention"}:
+        return
+    if isinstance(pattern, int):
+        pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(len(kinds))]
+    stated = ["sliding_attention" if windowed else "full_attention" for windowed in pattern][: len(kinds)]
+    if len(stated) < len(kinds):
+        raise _refused(header.path, f"{WINDOWS} for {len(stated)} of {len(kinds)} layers")
+    config.layer_types = stated
 
 
 def _refused(path: Path, entry: str) -> FulldepthError:
@@ -418,6 +456,9 @@ def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tup
             **options,
         )
     unread = {FREQUENCIES} | ({HEAD} if config.tie_word_embeddings else set())
+    first = config.num_hidden_layers
+    predicting = tuple(f"blk.{first + number}." for number in range(header.entries.get(NEXTN, 0)))
+    unread |= {name for name in header.shapes if name.startswith(predicting)}
     stored = sum(math.prod(shape) for name, shape in header.shapes.items() if name not in unread)
     taken = sum(parameter.numel() for parameter in model.parameters())
     if stored != taken and not info["missing_keys"] and not info["mismatched_keys"]:

@@ -249,10 +249,11 @@ class ExportSettings(SpreadSettings):
 
     options: ClassVar = {
         "Loading the model": SPREADING,
-        "Writing": ("shard_size", "gguf_type"),
+        "Writing": ("shard_size", "gguf_type", "by_list"),
     }
     applies: ClassVar = (
         Applies(("gguf_type",), {"format": ("gguf",)}),
+        Applies(("by_list",), {"format": ("layer", "mergekit")}),
         Applies(("shard_size", "tokenizer"), {"format": ("folded", "fast", "decilm", "layer")}),
     )
 
@@ -264,3 +265,5 @@ class ExportSettings(SpreadSettings):
     """Maximum size of one weight file, such as 2GB; a number is in bytes."""
     gguf_type: GgufType | None = None
     """Type of changed matrices in a GGUF; None = the source's, or q8_0 where that cannot be written."""
+    by_list: bool = False
+    """Also write a `layer` export that llama.cpp and mlx-lm misread, as only a list states the kinds of its layers."""

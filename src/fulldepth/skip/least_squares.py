@@ -57,7 +57,7 @@ from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import PLACES, ExportSettings, HeldoutSettings
 from fulldepth.skip.exports.export import rehearse
 from fulldepth.skip.exports.fold import fold, probes
-from fulldepth.skip.exports.formats import FORMATS, check_format, known_format
+from fulldepth.skip.exports.formats import FORMATS, as_stock, check_format, known_format
 from fulldepth.skip.exports.formats.gguf import Gguf
 from fulldepth.skip.own_text import with_own_text
 from fulldepth.skip.plan import UNHEALED, Plan, decided, listed_rows, row_of
@@ -234,8 +234,8 @@ def _as_if_healed(model: PreTrainedModel, *, every: bool) -> None:
 
 
 def format_for(plan: Plan, model: PreTrainedModel) -> str:
-    """The format that holds a plan's model without its removed parts, or else `folded`."""
-    if plan.kind == "layer":
+    """The format that holds a plan's model without its removed parts and that no program misreads, or `folded`."""
+    if plan.kind == "layer" and FORMATS["layer"].misread(find_anatomy(as_stock(model)), plan) is None:
         return "layer"
     return "fast" if model.config.get_text_config(decoder=True).model_type in SKIPPED else "folded"
 

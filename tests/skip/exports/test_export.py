@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -25,8 +26,9 @@ from fulldepth.hf import skipping
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.export import NOTES, export, load
 from fulldepth.skip.exports.formats import FORMATS, as_stock, decilm
+from fulldepth.skip.exports.formats.format import misread_without
 from fulldepth.skip.heal import heal
-from fulldepth.skip.least_squares import refit
+from fulldepth.skip.least_squares import format_for, refit
 from json_files import read_json, write_json
 from refusals import refused
 from skip import planned
@@ -61,7 +63,8 @@ def prepared(name, blocks, granularity="attention", **options):
         ("gpt_neox", "folded", "attention", [1, 2, 3]),
         ("gemma3", "fast", "attention", [1, 3]),
         ("qwen2", "decilm", "attention", [1, 3]),
-        ("gemma2", "layer", "layer", [2]),
+        ("gemma2", "fast", "layer", [2]),
+        ("gemma2", "layer", "layer", [3]),
     ],
 )
 def test_every_format_gives_the_plans_logits_in_a_fresh_process(name, format, granularity, blocks, tmp_path):
@@ -150,11 +153,16 @@ def test_a_depth_llama_that_no_stock_class_computes_is_folded_in_its_own_class(n
 
 
 @pytest.mark.usefixtures("unproven")
-@pytest.mark.parametrize(("name", "block", "said"), [("gemma2", 2, True), ("gemma2", 3, False), ("gpt2", 2, True)])
-def test_the_layer_format_is_shallower_and_every_list_of_the_configuration_with_it(name, block, said, tmp_path):
+@pytest.mark.parametrize(("name", "block", "counted"), [("gemma2", 2, True), ("gemma2", 3, False), ("gpt2", 2, True)])
+def test_the_layer_format_is_shallower_and_every_list_of_the_configuration_with_it(name, block, counted, tmp_path):
     model, plan, expected = prepared(name, [block], "layer")
     model.config.layer_thing, model.config.eos_token_id = ["a", "b", "c"], [2, 3, 4]  # as long as the model is deep
-    report = export(plan, model, "layer", tmp_path / "out")
+    # Without the last one, lists still follow the period of the original (Gemma 2: sliding, full, sliding).
+    if counted:
+        with refused("llama.cpp and mlx-lm count .* another model without an error.* --by-list"):
+            export(plan, model, "layer", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    report = export(plan, model, "layer", tmp_path / "out", by_list=counted)
     made = load(report.path)
     assert relative(logits(made), expected) < 1e-5
     assert made.config.num_hidden_layers == 2
@@ -163,8 +171,24 @@ def test_the_layer_format_is_shallower_and_every_list_of_the_configuration_with_
     assert len(getattr(made.config, "layer_types", None) or "ab") == 2
     assert made.generate(ids(), max_new_tokens=2, pad_token_id=0).shape[1] <= 14
     assert model.config.num_hidden_layers == 3
-    # Without the last one, lists still follow the period of the original (Gemma 2: sliding, full, sliding).
-    assert any("another model without an error" in note for note in report.notes) is said
+    warning = "WARNING: What a layer computes would no longer follow from its number"
+    assert report.notes[0].startswith(warning) is counted
+    card = (report.path / "README.md").read_text().split("---\n")[-1]
+    assert card.split("\n\n")[1].startswith(f"**{warning}") is counted
+
+
+def test_healing_takes_a_format_that_no_program_misreads():
+    for block, format in ((2, "fast"), (3, "layer")):
+        model, plan, _ = prepared("gemma2", [block], "layer")
+        assert format_for(plan, model) == format
+
+
+@pytest.mark.parametrize(("depth", "words"), [(46, "number of layers of a gemma2 .* 45 instead of 46"), (44, None)])
+def test_layers_whose_attention_llama_cpp_takes_from_their_count(depth, words):
+    config = AutoConfig.for_model("gemma2", **tiny_models.PLAIN | {"num_hidden_layers": depth, "head_dim": 8})
+    anatomy = find_anatomy(AutoModelForCausalLM.from_config(config))
+    said = misread_without(anatomy, range(1, depth))
+    assert said is None if words is None else re.search(words, said)
 
 
 EXPERTS = {
@@ -234,7 +258,7 @@ def test_decilm_speaks_by_the_published_names_also_when_saved_again(name, tmp_pa
     made = load(report.path)
     assert relative(logits(made), expected) < 1e-5
     assert not report.verified
-    assert "UNVERIFIED" in report.notes[0]
+    assert report.notes[0] == decilm.CHECKED  # by programs that read this layout: it must not change without them
     made.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(load(tmp_path / "again")), logits(made))
 
@@ -285,7 +309,7 @@ NEGATIVE = planned.scalars([2]) | {"1": dict.fromkeys(planned.NAMES, -0.1)}
     [
         ("llama", "folded", "attention", [2], {}, "exists", "there"),
         ("llama", "fats", "attention", [2], {}, "fast", "out"),
-        ("llama", "fast", "layer", [2], {}, "fast", "out"),
+        ("llama", "decilm", "layer", [2], {}, "Use --format folded or fast or layer or gguf", "out"),
         ("llama", "layer", "layer", [1, 2, 3], {}, "3 layers", "out"),
         ("llama", "folded", "attention", [2], {}, "Cannot write", "file/out"),
         ("llama", "fast", "attention", [2], {"seed": 3}, "another LlamaForCausalLM", "deep/out"),

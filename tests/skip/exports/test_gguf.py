@@ -18,11 +18,12 @@ from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.execution.readers import with_llama_cpp
 from fulldepth.hf import load_checkpoint
-from fulldepth.hf.gguf import load_gguf_config, read_header
+from fulldepth.hf.gguf import WINDOWS, load_gguf_config, read_header
 from fulldepth.hf.stream_scale import GGUF_ENTRY
 from fulldepth.results import Results
 from fulldepth.skip import export, load
 from fulldepth.skip.exports import export as exporting
+from fulldepth.skip.exports.formats import export_obstacle, gguf_layers
 from fulldepth.skip.exports.formats import gguf as writer
 from fulldepth.skip.exports.formats.checkpoint import Weight
 from fulldepth.skip.exports.formats.gguf import write_gguf
@@ -45,7 +46,8 @@ def tiny(kind="llama", **options):
 
 def source(tmp_path, kind="llama", quantise=None, **options):
     """A GGUF file and the model that transformers reads from it."""
-    path = gguf_files.write(tmp_path / "source.gguf", tiny(kind, **options), quantise=quantise)
+    entries = options.pop("entries", None)
+    path = gguf_files.write(tmp_path / "source.gguf", tiny(kind, **options), quantise=quantise, entries=entries)
     return path, load_checkpoint(path).model
 
 
@@ -119,6 +121,33 @@ def test_llama_cpp_computes_what_is_left_from_the_sources_bytes(removed, archite
     assert not entries
 
 
+OTHERS = {
+    "mistral": {"sliding_window": None},
+    "phi3": {"num_key_value_heads": 1, "sliding_window": None, "entries": {"attention.sliding_window": 0}},
+    "qwen2": {"tie_word_embeddings": True},
+}
+"""Types of models whose graph is that of `deci` -> settings."""
+
+
+@pytest.mark.parametrize("quantise", [None, KINDS.Q8_0])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_models_with_the_graph_of_deci_lose_attentions_and_mlps(kind, quantise, tmp_path):
+    """Rows of queries and keys in another order, and joined matrices in parts; no byte of a row changes."""
+    path, model = source(tmp_path, kind, quantise, **OTHERS[kind])
+    removed = {"attention": [1, 3], "mlp": [2]}
+    write_gguf(path, tmp_path / "small.gguf", [1, 3], [2])
+    expected = without(model, removed)
+    allowed = 0.03 if quantise else 1e-5  # llama.cpp rounds the inputs of such products to 8 bits
+    assert (by_llama_cpp(tmp_path / "small.gguf") - expected).abs().max() < allowed
+    assert (expected - without(model, {})).abs().max() > 0.1
+    rows = [
+        sorted(row.tobytes() for tensor in gguf.GGUFReader(file).tensors for row in tensor.data)
+        for file in (path, tmp_path / "small.gguf")
+    ]
+    new = [row for row in rows[1] if row not in rows[0]]
+    assert not any(any(row) for row in new)  # the neurons of zeros
+
+
 def changed(model, factor=1.01):
     """Name -> weight, all of them other than the model's."""
     state = {name: weight * factor for name, weight in model.state_dict().items()}
@@ -189,8 +218,8 @@ def test_a_type_that_cannot_be_written_becomes_q8_0():
     assert [writer.encoded(values, kind)[1] for kind in given] == [KINDS.Q8_0, KINDS.Q8_0, KINDS.Q5_0]
 
 
-GEMMA = {"num_hidden_layers": 12, "sliding_window": 4, "head_dim": 256}
-"""llama.cpp scales by the width of a head, GGUF files state no other."""
+GEMMA = {"num_hidden_layers": 12, "sliding_window": 4, "head_dim": 16}
+SIXTH = [True, True, True, True, True, False] * 2
 
 
 def test_whole_periods_of_sliding_windows_can_be_removed(tmp_path):
@@ -199,6 +228,80 @@ def test_whole_periods_of_sliding_windows_can_be_removed(tmp_path):
     write_gguf(path, tmp_path / "small.gguf", layers, layers)
     difference = (by_llama_cpp(tmp_path / "small.gguf") - without(model, {"layer": layers})).abs().max()
     assert difference < 2e-3  # llama.cpp has a float16 table of GELU
+
+
+def without_layers(model, layers):
+    """[V] log-probabilities after `IDS` of a model whose layers return what they get; for any kinds of layers."""
+    model = copy.deepcopy(model).double()
+    for layer in layers:
+        model.model.layers[layer - 1].register_forward_hook(lambda module, args, output: args[0])
+    with torch.no_grad():
+        return model(input_ids=IDS).logits[0, -1].log_softmax(-1)
+
+
+def test_lists_with_a_value_for_each_layer_lose_those_of_removed_layers(tmp_path):
+    """LFM2: heads for keys and values, 0 in layers that are short convolutions."""
+    kinds = ["conv", "conv", "full_attention", "conv", "full_attention", "conv"]
+    options = {"layer_types": kinds, "num_hidden_layers": 6, "norm_eps": 1e-5, "block_auto_adjust_ff_dim": False}
+    path, model = source(tmp_path, "lfm2", **options)
+    write_gguf(path, tmp_path / "small.gguf", [1, 3], [1, 3])
+    assert read_header(tmp_path / "small.gguf").entries["attention.head_count_kv"] == (0, 0, 2, 0)
+    expected = without_layers(model, [1, 3])
+    assert (by_llama_cpp(tmp_path / "small.gguf") - expected).abs().max() < 1e-5
+    assert (expected - without_layers(model, [])).abs().max() > 0.1
+
+
+def predicting_file(folder):
+    """A GGUF file of Qwen3.5 with a block for multi-token prediction, of random weights."""
+    model = tiny(
+        "qwen3_5_text",
+        num_hidden_layers=8,
+        head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.375}
+        | {"mrope_section": [1, 1, 1], "mrope_interleaved": True},
+        **{f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")},
+        **{f"linear_{name}_head_dim": 8 for name in ("key", "value")},
+    )
+    width, heads, kv_heads = 32, 4 * 16, 2 * 16
+    shapes = {"attn_q": (2 * heads, width), "attn_k": (kv_heads, width), "attn_v": (kv_heads, width)}
+    shapes |= {"attn_output": (width, heads), "attn_q_norm": (16,), "attn_k_norm": (16,)}
+    shapes |= {"ffn_gate": (64, width), "ffn_up": (64, width), "ffn_down": (width, 64), "nextn.eh_proj": (width, 64)}
+    norms = ("attn_norm", "post_attention_norm", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")
+    shapes |= dict.fromkeys(norms, (width,))
+    random = np.random.default_rng(0)
+    block = {f"blk.8.{name}.weight": random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    recurrent = [layer % 4 != 3 for layer in range(8)] + [False]
+    entries = {"block_count": 9, "nextn_predict_layers": 1, "full_attention_interval": 4}
+    entries["attention.recurrent_layers"] = recurrent
+    return gguf_files.write(folder / "source.gguf", model, extra=block, entries=entries), block
+
+
+def test_a_block_for_multi_token_prediction_stays_the_last_one(tmp_path):
+    path, block = predicting_file(tmp_path)
+    model = load_checkpoint(path).model
+    assert len(model.model.layers) == 8
+    assert (by_llama_cpp(path) - without_layers(model, [])).abs().max() < 1e-3
+    small = tmp_path / "small.gguf"
+    write_gguf(path, small, range(3, 7), range(3, 7))
+    expected = without_layers(model, range(3, 7))
+    assert (by_llama_cpp(small) - expected).abs().max() < 1e-3
+    assert (expected - without_layers(model, [])).abs().max() > 0.1
+    tensors, entries = stored(small)
+    assert entries["qwen35.block_count"][1] == 5
+    assert entries["qwen35.nextn_predict_layers"][1] == 1
+    assert entries["qwen35.attention.recurrent_layers"][1] == [True, True, True, False, False]
+    for name, weight in block.items():
+        assert tensors[name.replace("blk.8.", "blk.4.")][1] == weight.tobytes()
+    with refused("any 4 neighbours"):
+        write_gguf(path, tmp_path / "other.gguf", [3], [3])
+    with refused("does not store weights"):
+        write_gguf(path, tmp_path / "other.gguf", range(3, 7), range(3, 7), changed(model))
+
+
+@pytest.mark.parametrize("pattern", [3, [False, True, True, False, True, True] * 2])
+def test_windows_are_those_that_llama_cpp_reads_from_the_file(pattern, tmp_path):
+    path, model = source(tmp_path, "gemma3_text", **GEMMA, entries={WINDOWS: pattern})
+    assert (by_llama_cpp(path) - without(model, {})).abs().max() < 2e-3
 
 
 def planned_file(tmp_path, blocks=("attention 2", "mlp 3"), granularity="any", **options):
@@ -293,7 +396,7 @@ def test_a_file_is_proven_against_the_weights_that_it_holds(scaled, tmp_path, mo
 @pytest.mark.slow
 def test_a_file_that_computes_something_else_is_dropped(tmp_path, monkeypatch):
     path, _, plan = planned_file(tmp_path)
-    monkeypatch.setattr(writer, "packed", lambda *_: [(1, 1), (2, 2), (4, 4)])
+    monkeypatch.setattr(gguf_layers, "packed", lambda *_: [(1, 1), (2, 2), (4, 4)])
     with refused("its logits miss"):
         export(plan, path, "gguf", tmp_path / "out" / "small.gguf")
     assert not (tmp_path / "out").exists()
@@ -315,6 +418,8 @@ REFUSED = [
     ("safetensors", ["attention 2"], {}, {}, "convert_hf_to_gguf"),
     ("gemma3_text", ["attention 2"], GEMMA, {}, "gemma3"),
     ("gemma3_text", ["layer 2"], GEMMA, {}, "any 6 neighbours"),
+    ("gemma3_text", ["layer 2"], GEMMA | {"entries": {WINDOWS: SIXTH}}, {}, "any 6 neighbours"),
+    ("qwen3", ["attention 2"], {}, {}, "llama, phi3, qwen2 only .* a plan of whole layers"),
     ("llama", ["layer 1", "layer 2", "layer 3", "layer 4"], {}, {}, "all 4 layers"),
     ("llama", ["attention 2"], {}, {"output": "out"}, r"\.gguf"),
     ("llama", ["attention 2"], {}, {"output": "in/source.gguf"}, "exists already"),
@@ -335,11 +440,42 @@ def test_what_cannot_be_is_refused(kind, blocks, fields, options, words, tmp_pat
     assert [file.name for file in tmp_path.iterdir()] == ["in"]
 
 
-def test_what_deci_does_not_compute_is_refused_by_name(tmp_path):
-    extra = {"blk.1.attn_q_norm.weight": np.ones(8, np.float32)}
-    path = gguf_files.write(tmp_path / "source.gguf", tiny(), extra=extra)
-    with refused("attn_q_norm"):
+UNKNOWN = [
+    ({"extra": {"blk.1.attn_q_norm.weight": np.ones(8, np.float32)}}, "attn_q_norm"),
+    ({"extra": {"output.bias": np.ones(300, np.float32)}}, r"output\.bias"),
+    ({"entries": {"rope.dimension_count": 4}}, "rotary positions in 4 of 8"),
+    ({"entries": {"nextn_predict_layers": 1}}, "multi-token prediction"),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), UNKNOWN)
+def test_what_deci_does_not_compute_is_refused_by_name(content, words, tmp_path):
+    path = gguf_files.write(tmp_path / "source.gguf", tiny(), **content)
+    with refused(words):
         write_gguf(path, tmp_path / "small.gguf", [2], [])
+
+
+def test_layers_that_the_file_counts_are_refused(tmp_path):
+    path = gguf_files.write(tmp_path / "source.gguf", tiny(), entries={"leading_dense_block_count": 1})
+    with refused("counts the layers .*leading_dense_block_count"):
+        write_gguf(path, tmp_path / "small.gguf", [2], [2])
+
+
+OBSTACLES = [
+    ("llama", {}, "any", None),
+    ("llama", {}, "layer", None),
+    ("qwen2", {}, "attention", None),
+    ("qwen3", {}, "mlp", "Not every plan has a GGUF file.*a plan of whole layers"),
+    ("gemma3_text", GEMMA, "any", "Not every plan has a GGUF file.*a plan of whole layers"),
+    ("gemma3_text", GEMMA, "layer", "count with the original's period.*any 6 neighbours.*GGUF file.*any 6 neighbours"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "granularity", "words"), OBSTACLES)
+def test_a_search_says_first_which_plans_have_no_file(kind, fields, granularity, words, tmp_path):
+    _, model = source(tmp_path, kind, **fields)
+    said = export_obstacle(model, granularity)
+    assert said is None if words is None else re.search(words, said)
 
 
 def test_a_full_disk_leaves_nothing_and_is_said(tmp_path):

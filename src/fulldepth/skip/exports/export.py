@@ -63,6 +63,7 @@ from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import ExportSettings
 from fulldepth.skip.exports.fold import logits, probes, rounding_error, scaled_logits
 from fulldepth.skip.exports.formats import FORMATS, Draft, Format, check_format, known_format
+from fulldepth.skip.exports.formats.format import WARNING
 from fulldepth.skip.exports.formats.gguf import source_of
 from fulldepth.skip.exports.formats.mergekit import Mergekit, parameters_left
 from fulldepth.skip.plan import MOST_BYTES, UNHEALED, Plan, in_sample
@@ -252,7 +253,7 @@ def _export(
     loaded: Any = opened.model
     source = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
     plan.check_model(loaded)
-    stock = check_format(loaded, plan, file_format)
+    stock = check_format(loaded, plan, file_format, by_list=settings.by_list)
     counted = f"Removed (layers counted from 0, as in transformers): {', '.join(plan.module_names(stock))}."
     if isinstance(file_format, Mergekit):
         if stock.model is not loaded:
@@ -398,9 +399,10 @@ def card_of(
     if healed is not None:
         change = ", and the weights that stay were healed"
         numbers = dict(healed)
+    warning = "".join(f"**{note}**\n\n" for note in notes if note.startswith(WARNING))
     return ModelCard(
         title=title,
-        method=f"{title} (layers are counted from 1). The blocks were chosen by {plan.search} search{change}: "
+        method=f"{warning}{title} (layers are counted from 1). The blocks were chosen by {plan.search} search{change}: "
         "[Hopscotch](https://arxiv.org/abs/2506.03303), with fulldepth.",
         numbers=numbers
         | {
@@ -411,7 +413,7 @@ def card_of(
         loading=CARRIED if (reader or format.reader) == "carried" else STOCK,
         source=plan.model.name,
         tags=["hopscotch", "pruning"],
-        notes=["\n".join(f"- {note}" for note in notes)],
+        notes=["\n".join(f"- {note}" for note in notes if not note.startswith(WARNING))],
     )
 
 

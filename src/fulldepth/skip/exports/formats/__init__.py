@@ -5,12 +5,14 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import Anatomy, check_depth, without_layers
+from fulldepth.hf.gguf import read_header
 from fulldepth.hf.stock import as_stock
 from fulldepth.skip.exports.formats.checkpoint import Draft, as_text, carries_code
 from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
-from fulldepth.skip.exports.formats.format import Folded, Format, Layer
-from fulldepth.skip.exports.formats.gguf import Gguf
+from fulldepth.skip.exports.formats.format import Folded, Format, Layer, misread_without
+from fulldepth.skip.exports.formats.gguf import Gguf, gguf_of
+from fulldepth.skip.exports.formats.gguf_layers import layers_of
 from fulldepth.skip.exports.formats.mergekit import Mergekit
 from fulldepth.skip.plan import Plan
 
@@ -31,8 +33,14 @@ def known_format(name: str) -> str:
     return name
 
 
-def check_format(model: PreTrainedModel, plan: Plan, format: Format) -> Anatomy:
-    """Refuse a format that cannot hold a plan of this model.
+def check_format(model: PreTrainedModel, plan: Plan, format: Format, *, by_list: bool = False) -> Anatomy:
+    """Refuse a format that cannot hold a plan of this model, or whose export some programs would misread.
+
+    Args:
+        model: as loaded.
+        plan: of the model.
+        format: of the export.
+        by_list: see `ExportSettings`.
 
     Returns:
         The anatomy of the model that the format is written from: of a stock class, or (`folded`) of one whose
@@ -65,22 +73,45 @@ def check_format(model: PreTrainedModel, plan: Plan, format: Format) -> Anatomy:
         )
     format.check(stock, plan)
     stock = as_text(stock) if format.text_only else stock
-    return anatomy if stock is model else find_anatomy(stock)
+    anatomy = anatomy if stock is model else find_anatomy(stock)
+    if not by_list and (reason := format.misread(anatomy, plan)) is not None:
+        raise FulldepthError(
+            f"{reason} Use --format fast or folded; `fulldepth skip apply --format {format.name} --by-list` writes it "
+            "nevertheless, for programs that read the configuration's lists."
+        )
+    return anatomy
 
 
 def export_obstacle(model: PreTrainedModel, granularity: str) -> str | None:
-    """Reason why exports cannot hold any plan of a model, tried without its middle layer; None if nothing is known."""
+    """Return why exports cannot hold plans of a model, and what they can; None if nothing is known.
+
+    What is tried is a removal in the middle layer.
+    """
     try:
         anatomy = find_anatomy(as_stock(model))
     except FulldepthError as error:
         return f"No plan of this model can be exported. {error}"
     middle = (anatomy.num_layers + 1) // 2
-    try:
-        if granularity == "layer":
-            without_layers(anatomy, [layer for layer in range(1, anatomy.num_layers + 1) if layer != middle])
-    except FulldepthError as error:
-        return f"A plan of whole layers can be exported as folded only, with zeros in their place. {error}"
-    return None
+    remaining = [layer for layer in range(1, anatomy.num_layers + 1) if layer != middle]
+    obstacles = []
+    if granularity == "layer":
+        try:
+            without_layers(anatomy, remaining)
+        except FulldepthError as error:
+            obstacles.append(
+                f"A plan of whole layers can be exported as folded only, with zeros in their place. {error}"
+            )
+        else:
+            reason = misread_without(anatomy, remaining)
+            obstacles += [] if reason is None else [f"Not every plan of whole layers has an export. {reason}"]
+    if (source := gguf_of(model)) is not None:
+        without_attention = [] if granularity == "mlp" else [middle]
+        without_mlp = [middle] if granularity in ("mlp", "layer") else []
+        try:
+            layers_of(read_header(source), without_attention, without_mlp)
+        except FulldepthError as error:
+            obstacles.append(f"Not every plan has a GGUF file. {error}")
+    return " ".join(obstacles) or None
 
 
 __all__ = ["FORMATS", "Draft", "Format", "as_stock", "check_format", "export_obstacle", "known_format"]

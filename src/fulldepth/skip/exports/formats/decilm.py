@@ -31,6 +31,11 @@ NOT_OF_LLAMA = ("layer_types", "use_sliding_window", "sliding_window", "max_wind
 """Entries of a Qwen2's configuration that a Llama does not have."""
 NO_ATTENTION = {"n_heads_in_group": None, "no_op": True}
 FFN_REST: dict[str, Any] = {"replace_with_linear": False, "sparsify": None}
+CHECKED = (
+    "vLLM 0.32.0 (which needs --trust-remote-code) and mlx-lm 0.32.2 computed the plan's logits, with and without a "
+    "cache, from exports in this layout (benchmarks/readers.py, 2026-11-28). This folder was checked in transformers, "
+    "with the code that it carries."
+)
 ATTENTION_REST = FFN_REST | {
     **dict.fromkeys(("num_sink_tokens", "window_length")),
     **dict.fromkeys(("unshifted_sink", "use_prefill_window_in_sink_attention"), False),
@@ -106,11 +111,7 @@ class DeciLM(Format):
         decilm = DeciLMConfig(**values)
         write_stream_scale(decilm, draft.state_scale)
         save(draft, DeciLMForCausalLM, decilm, weights)
-        notes = [
-            "UNVERIFIED: names and shapes are the published ones, and the code that this folder carries gives the "
-            "plan's logits, but no reader of the DeciLM layout has loaded it; benchmarks/readers.py does.",
-            draft.folding.note,
-        ]
+        notes = [CHECKED, draft.folding.note]
         if missing:
             notes.append(
                 f"The MLPs have {size} neurons instead of {config.intermediate_size}, the rest zeros: readers accept "

@@ -12,7 +12,7 @@ from fulldepth.architectures import SKIPPED
 from fulldepth.core.errors import FulldepthError
 from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import Anatomy
-from fulldepth.hf.scalars import ROLES
+from fulldepth.hf.scalars import GRANULARITIES, ROLES
 from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
 from fulldepth.skip.exports.formats.format import Format, code_note
@@ -23,7 +23,7 @@ class Fast(Format):
     """A checkpoint of a class without the skipped parts, and the code that transformers needs to load it."""
 
     name = "fast"
-    granularities = (*ROLES, "any")
+    granularities = GRANULARITIES
     reader = "carried"
     text_only = True
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -16,11 +17,17 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import Anatomy, cut_config, first_layers, is_offloaded, without_layers
+from fulldepth.hf.gguf import SCALED_BY_WIDTH
 from fulldepth.hf.scalars import GRANULARITIES, ROLES
 from fulldepth.hf.stream_scale import write_stream_scale
 from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, carries_code, save
 from fulldepth.skip.plan import Plan
+
+BY_DEPTH = (*SCALED_BY_WIDTH, ("exaone4", 64))
+"""(type of model, number of layers) for which llama.cpp computes attention otherwise: scaled, or with windows."""
+WARNING = "WARNING: "
+"""Start of a note that comes first wherever notes are shown."""
 
 
 def code_note(config: PreTrainedConfig) -> str:
@@ -62,6 +69,10 @@ class Format(ABC):
         Raises:
             FulldepthError: with the reason.
         """
+
+    def misread(self, anatomy: Anatomy, plan: Plan) -> str | None:
+        """Why some programs would compute another model from the export without an error; None if none would."""
+        return None
 
     def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
         """The folding, which is needed for scalars and for removed branches that stay.
@@ -146,11 +157,15 @@ class Layer(Format):
             except FulldepthError as error:
                 raise FulldepthError(f"{error} Use --format folded.") from error
 
+    def misread(self, anatomy: Anatomy, plan: Plan) -> str | None:
+        """Return why some programs would compute another model from the remaining layers; None if none would."""
+        return misread_without(anatomy, remaining(plan, anatomy))
+
     def write(self, draft: Draft) -> list[str]:
         """Write the remaining layers, and their entries of every list of the configuration with one entry per layer."""
         num_layers = draft.anatomy.num_layers
         remaining_layers = remaining(draft.plan, draft.anatomy)
-        config, changed, by_list = cut_config(draft.anatomy, remaining_layers)
+        config, changed, _ = cut_config(draft.anatomy, remaining_layers)
         scale = draft.state_scale
         write_stream_scale(config, [scale[layer] for layer in (0, *remaining_layers)])
         weights = {}
@@ -163,17 +178,43 @@ class Layer(Format):
             weights[name] = weight
         save(draft, type(draft.model), config, weights)
         lists = f" Cut to them: {', '.join(changed)}." if changed else ""
-        notes = [
+        reason = self.misread(draft.anatomy, draft.plan)
+        return [
+            *([] if reason is None else [f"{WARNING}{reason}"]),
             draft.folding.note,
             f"Layers {', '.join(map(str, remaining_layers))} of {num_layers} are left, renumbered.{lists}",
         ]
-        if by_list:
-            notes.append(
-                f"What a layer computes no longer follows from its number, only from the list: {', '.join(by_list)}. "
-                "transformers and vLLM read it; llama.cpp and mlx-lm may count with the original's period instead, and "
-                "compute another model without an error."
-            )
-        return notes
+
+
+def misread_without(anatomy: Anatomy, remaining_layers: Sequence[int]) -> str | None:
+    """Why some programs would compute another model from a checkpoint of these 1-based layers; None if none would.
+
+    They derive what a layer computes from its number, or the attention of all layers from the depth.
+    """
+    family = anatomy.config.model_type.removesuffix("_text")
+    depths = (anatomy.num_layers, len(remaining_layers))
+    if depths[0] != depths[1] and any((family, depth) in BY_DEPTH for depth in depths):
+        return (
+            f"llama.cpp takes from the number of layers of a {family} how its attention is computed, and would compute "
+            f"another model from {depths[1]} instead of {depths[0]} layers without an error."
+        )
+    names = cut_config(anatomy, remaining_layers).by_list
+    if not names:
+        return None
+    kinds = [*zip(*(getattr(anatomy.config, name) for name in names), strict=True)]
+    period = period_of(kinds)
+    neighbours = f", and any {period} neighbours" if period < len(kinds) else ""
+    return (
+        f"What a layer computes would no longer follow from its number, only from the list {', '.join(names)} of the "
+        "configuration: transformers and vLLM read it, but llama.cpp and mlx-lm count with the original's period, and "
+        f"would compute another model without an error. The last layers can be removed{neighbours}."
+    )
+
+
+def period_of(kinds: Sequence[Any]) -> int:
+    """The number of layers after which their kinds repeat; the number of all if they do not."""
+    steps = range(1, len(kinds) + 1)
+    return next(step for step in steps if [*kinds[step:]] == [*kinds[: len(kinds) - step]])
 
 
 def remaining(plan: Plan, anatomy: Anatomy) -> list[int]:

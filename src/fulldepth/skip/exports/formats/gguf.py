@@ -1,9 +1,8 @@
 """`gguf`: the source's GGUF file without the removed layers, attention or MLPs, for llama.cpp.
 
 Metadata, tokenizer and chat template are copied, and so are the bytes of every tensor whose weights did not change.
-Removed branches leave a sequence of attentions and MLPs, which is packed into layers again. If every layer has both,
-the file keeps its architecture. Otherwise it becomes `deci`, whose graph in llama.cpp is that of `llama` with a number
-of heads and a width of the MLP for each layer. Two of its shapes do not compute what they seem to:
+`formats.gguf_layers` decides the layers and the architecture. Two shapes of the architecture `deci` do not compute what
+they seem to:
 
 - A layer with an MLP of width 0 is left out with its attention: it gets one neuron of zeros instead.
 - The first layer must have heads, because the width of all heads is read from it: without attention it gets the linear
@@ -14,7 +13,6 @@ Source: llama.cpp, `models/deci.cpp`; both shown by its log-probabilities in `te
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -29,25 +27,27 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from fulldepth.core.errors import FulldepthError, names_of
 from fulldepth.hf import Anatomy, device_of, load_checkpoint
-from fulldepth.hf.gguf import SCALED_BY_WIDTH, Header, find_gguf, load_gguf_config, packaged, read_header
+from fulldepth.hf.gguf import Header, find_gguf, load_gguf_config, packaged, read_header
 from fulldepth.hf.scalars import GRANULARITIES, ROLES
 from fulldepth.hf.stream_scale import GGUF_ENTRY
 from fulldepth.skip.exports.formats.checkpoint import Draft, Weight
 from fulldepth.skip.exports.formats.format import Format
+from fulldepth.skip.exports.formats.gguf_layers import (
+    BLOCK,
+    HEADS,
+    KV_HEADS,
+    WIDTH,
+    Layers,
+    layers_of,
+    of_layer,
+    per_layer,
+)
 from fulldepth.skip.plan import Plan
 
-BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
-DECI_TENSORS = re.compile(r"(attn_(norm|q|k|v|output)|ffn_(norm|gate|up|down))\.(weight|bias)")
-"""Tensors of a layer that llama.cpp reads for `deci`."""
 WRITTEN = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
 """Types of tensors that the `gguf` package writes."""
 ROUNDING = 0.25
 """Largest error of a stored weight, relative to its norm: in four bits 0.08 for normal values, 0.13 for heavy tails."""
-HEADS = "attention.head_count"
-KV_HEADS = "attention.head_count_kv"
-WIDTH = "feed_forward_length"
-Layers = list[tuple[int | None, int | None]]
-"""For each layer of the new file the 1-based layers of the source that its attention and its MLP are from."""
 
 
 class Gguf(Format):
@@ -107,7 +107,7 @@ def source_of(model: PreTrainedModel) -> Path:
     Raises:
         FulldepthError: if it was loaded from something else.
     """
-    source = find_gguf(packaged(model.name_or_path)) if model.name_or_path else None
+    source = gguf_of(model)
     if source is None:
         raise FulldepthError(
             f"--format gguf changes a GGUF file, and {model.name_or_path or 'this model'} is none. Convert it once "
@@ -116,6 +116,15 @@ def source_of(model: PreTrainedModel) -> Path:
             "(`llama-quantize`)."
         )
     return source
+
+
+def gguf_of(model: PreTrainedModel) -> Path | None:
+    """The GGUF file that a model was loaded from, None if it was loaded from something else.
+
+    Raises:
+        FulldepthError: if the file or the package is gone.
+    """
+    return find_gguf(packaged(model.name_or_path)) if model.name_or_path else None
 
 
 def write_gguf(
@@ -161,9 +170,11 @@ def write_gguf(
             array = isinstance(value, list | tuple)
             writer.add_key_value(key, value, GGUFValueType.ARRAY if array else kind, kind if array else None)
         if scale is not None and any(factor != 1 for factor in scale):
-            after = [scale[mlp or attention or 0] for attention, mlp in layers]
+            numbers = (mlp or attention or 0 for attention, mlp in layers)
+            after = [scale[number] for number in numbers if number < len(scale)]
             writer.add_key_value(GGUF_ENTRY, [scale[0], *after], GGUFValueType.ARRAY, GGUFValueType.FLOAT32)
-        written = {name: (data, kind) for name, data, kind in tensors(header, reader.tensors, layers, replaced)}
+        parts = (header, reader.tensors, layers, architecture, replaced)
+        written = {name: (data, kind) for name, data, kind in tensors(*parts)}
         for name, (data, kind) in written.items():
             writer.add_tensor(name, data, raw_dtype=kind)
         writer.write_header_to_file()
@@ -179,98 +190,23 @@ def write_gguf(
     return [note], stored
 
 
-def layers_of(header: Header, without_attention: Collection[int], without_mlp: Collection[int]) -> Layers:
-    """The layers of the new file; refuses those that llama.cpp does not compute."""
-    if header.entries.get("nextn_predict_layers"):
-        raise FulldepthError(
-            f"{header.path} also holds layers for multi-token prediction (nextn_predict_layers), which are not part of "
-            "the plan's model. Use --format folded or layer."
-        )
-    layers = packed(header.entries["block_count"], without_attention, without_mlp)
-    if all(attention == mlp for attention, mlp in layers):
-        check_whole(header, layers)
-    else:
-        check_deci(header)
-    return layers
-
-
-def packed(num_layers: int, without_attention: Collection[int], without_mlp: Collection[int]) -> Layers:
-    """The layers of the new file: branches in their order, an MLP in the layer of the attention before it."""
-    layers: Layers = []
-    for number in range(1, num_layers + 1):
-        attention, mlp = (None if number in without else number for without in (without_attention, without_mlp))
-        if attention is None and layers and layers[-1][1] is None:
-            layers[-1] = (layers[-1][0], mlp)
-        elif (attention, mlp) != (None, None):
-            layers.append((attention, mlp))
-    if not layers:
-        raise FulldepthError(f"The plan removes all {num_layers} layers; a model needs at least one.")
-    return layers
-
-
-def check_deci(header: Header) -> None:
-    """Refuse a file whose layers `deci` does not compute.
-
-    Raises:
-        FulldepthError: with the reason.
-    """
-    blocks = (BLOCK.fullmatch(name) for name in header.shapes)
-    unknown_tensors = sorted({block[2] for block in blocks if block and not DECI_TENSORS.fullmatch(block[2])})
-    if header.architecture != "llama" or unknown_tensors:
-        also = f" with {names_of(unknown_tensors)}" if header.architecture == "llama" else ""
-        raise FulldepthError(
-            "llama.cpp computes layers without attention or MLP for a plain llama only (its architecture deci). This "
-            f"is a {header.architecture}{also}. Use --format fast or folded, or a plan of whole layers."
-        )
-
-
-def check_whole(header: Header, layers: Layers) -> None:
-    """Refuse to remove layers where llama.cpp concludes from a layer's number, or from their count, what it computes.
-
-    Raises:
-        FulldepthError: with what can be removed.
-    """
-    kinds = getattr(load_gguf_config(header.path), "layer_types", None) or []
-    remaining_kinds = [kinds[number - 1] for number, _ in layers if number and kinds]
-    listed = per_layer(header)
-    if not listed and remaining_kinds != kinds[: len(remaining_kinds)]:
-        period = next(step for step in range(1, len(kinds) + 1) if kinds[step:] == kinds[:-step])
-        raise FulldepthError(
-            f"llama.cpp takes from the number of a {header.architecture} layer whether its attention has a window: "
-            f"{', '.join(kinds[:period])}, and so on. The layers that are left do not follow that. The last layers can "
-            f"be removed, and any {period} neighbours."
-        )
-    counts = (len(layers), header.entries["block_count"])
-    if any((header.architecture, count) in SCALED_BY_WIDTH for count in counts):
-        raise FulldepthError(
-            f"llama.cpp takes the scale of the attention of a {header.architecture} from its number of layers; with "
-            f"{counts[0]} instead of {counts[1]} it would be another."
-        )
-
-
-def per_layer(header: Header) -> set[str]:
-    """The architecture's entries that hold a value for each layer."""
-    entries = header.entries
-    return {
-        name
-        for name, value in entries.items()
-        if isinstance(value, tuple) and len(value) == entries["block_count"] and not name.startswith("rope.")
-    }
-
-
 def metadata(header: Header, layers: Layers, architecture: str) -> dict[str, Any]:
     """Key -> value of the new file's metadata, in the source's order, without the architecture."""
     entries = header.entries
-    listed = per_layer(header)
     values: dict[str, Any] = {"block_count": len(layers)}
-    values |= {name: [entries[name][(a or m or 0) - 1] for a, m in layers] for name in listed}
+    for name in per_layer(header):
+        numbers = (attention or mlp or 0 for attention, mlp in layers)
+        values[name] = [entries[name][number - 1] for number in numbers if number <= len(entries[name])]
     if architecture == "deci":
         heads = entries[HEADS]
-        width = entries[WIDTH]
+        kv_heads = entries.get(KV_HEADS, heads)
         # In the first layer heads without keys and values are the linear attention.
-        values[HEADS] = [heads if attention or not index else 0 for index, (attention, _) in enumerate(layers)]
-        values[KV_HEADS] = [entries.get(KV_HEADS, heads) if attention else 0 for attention, _ in layers]
-        values[WIDTH] = [width if mlp else 1 for _, mlp in layers]
+        values[HEADS] = [
+            of_layer(heads, attention or 1) if attention or not index else 0
+            for index, (attention, _) in enumerate(layers)
+        ]
+        values[KV_HEADS] = [of_layer(kv_heads, attention) if attention else 0 for attention, _ in layers]
+        values[WIDTH] = [of_layer(entries[WIDTH], mlp) if mlp else 1 for _, mlp in layers]
     prefix = f"{header.architecture}."
     renamed = {
         f"{architecture}.{key.removeprefix(prefix)}" if key.startswith(prefix) else key: value
@@ -293,6 +229,10 @@ def changes(
 
     config = load_gguf_config(header.path)
     architecture = header.architecture
+    if not weights:
+        return {}, {}
+    if is_gguf_arch_supported(architecture) and architecture not in TENSOR_PROCESSORS:
+        raise FulldepthError(f"--format gguf does not store weights of a {architecture}. Use --format folded.")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
@@ -315,7 +255,7 @@ def changes(
         known = known.to(weight.dtype)
         if torch.equal(known, weight if read.name else weight.where(known != 0, known)):
             continue
-        if read.name is None or (is_gguf_arch_supported(architecture) and architecture not in TENSOR_PROCESSORS):
+        if read.name is None:
             raise FulldepthError(f"{name} changed, and --format gguf does not store such a weight of a {architecture}.")
         # transformers moves the entries and, for some norms, adds a constant.
         index = np.arange(values.size).reshape(values.shape)
@@ -354,20 +294,29 @@ def place(layers: Layers, name: str) -> str | None:
 
 
 def tensors(
-    header: Header, stored: list[Any], layers: Layers, replaced: Mapping[str, tuple[np.ndarray, Any]]
+    header: Header,
+    stored: list[Any],
+    layers: Layers,
+    architecture: str,
+    replaced: Mapping[str, tuple[np.ndarray, Any]],
 ) -> Iterator[tuple[str, np.ndarray, Any]]:
     """(name, bytes, type) of every tensor of the new file."""
     for tensor in stored:
-        if (name := place(layers, tensor.name)) is not None:
-            yield name, *replaced.get(tensor.name, (tensor.data, tensor.tensor_type))
+        data, kind = replaced.get(tensor.name, (tensor.data, tensor.tensor_type))
+        parts = as_deci(header, tensor.name, data) if architecture == "deci" else {tensor.name: data}
+        for part, rows in parts.items():
+            if (name := place(layers, part)) is not None:
+                yield name, rows, kind
     of = {tensor.name: tensor for tensor in stored}
     width = header.entries["embedding_length"]
     for index, (attention, mlp) in enumerate(layers):
         if mlp is None:
             norm = "ffn_norm"
+            like = "ffn_up"
             zeros = {"ffn_gate": (1, width), "ffn_up": (1, width), "ffn_down": (width, 1)}
         elif attention is None and index == 0:
             norm = "attn_norm"
+            like = "attn_output"
             zeros = {"attn_output": (width, width)}
         else:
             continue
@@ -375,5 +324,37 @@ def tensors(
         old = f"blk.{(attention or mlp or 0) - 1}"
         yield f"{new}.{norm}.weight", of[f"{old}.{norm}.weight"].data, of[f"{old}.{norm}.weight"].tensor_type
         for name, shape in zeros.items():
-            kind = of[f"{old}.{name}.weight"].tensor_type
+            kind = of[f"{old}.{like}.weight"].tensor_type
             yield f"{new}.{name}.weight", *encoded(np.zeros(shape, np.float32), kind)
+
+
+def as_deci(header: Header, name: str, data: np.ndarray) -> dict[str, np.ndarray]:
+    """Return a tensor of the source in the layout of `deci`, as name with the source's layer number -> rows.
+
+    `phi3` joins queries, keys and values, and the gate and up projections. `qwen2` and `phi3` rotate the channels c and
+    c + d/2 of a head of d together, `llama` and `deci` 2c and 2c + 1. Rows are stored one by one, so that no byte of
+    them changes.
+
+    Args:
+        header: of the source.
+        name: of the tensor.
+        data: `[rows, ...]` its values or bytes.
+    """
+    block = BLOCK.fullmatch(name)
+    if block is None or header.architecture == "llama":
+        return {name: data}
+    own_name, _, ending = block[2].partition(".")
+    heads = of_layer(header.entries[HEADS], int(block[1]) + 1)
+    kv_heads = of_layer(header.entries.get(KV_HEADS, heads), int(block[1]) + 1)
+    parts = {own_name: data}
+    if own_name == "attn_qkv":
+        width = len(data) // (heads + 2 * kv_heads)
+        ends = [heads * width, (heads + kv_heads) * width]
+        parts = dict(zip(("attn_q", "attn_k", "attn_v"), np.split(data, ends), strict=True))
+    elif own_name == "ffn_up" and header.architecture == "phi3":
+        parts = dict(zip(("ffn_gate", "ffn_up"), np.split(data, 2), strict=True))
+    for part, count in (("attn_q", heads), ("attn_k", kv_heads)):
+        if part in parts:
+            halves = np.arange(len(parts[part])).reshape(count, 2, -1)  # [heads, half, pair]
+            parts[part] = parts[part][halves.swapaxes(1, 2).ravel()]
+    return {f"blk.{block[1]}.{part}.{ending}": np.ascontiguousarray(rows) for part, rows in parts.items()}
