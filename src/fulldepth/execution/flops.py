@@ -17,7 +17,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fulldepth.core.errors import FulldepthError
 from fulldepth.hf import (
     Anatomy,
     Block,
@@ -123,7 +122,7 @@ class TokenFlops:
         return TRAINING * self.forward
 
 
-def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
+def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops | None:
     """Operations of one token in sequences of T tokens (of an image: of one of its T patches and special tokens).
 
     The head of a classifier of texts or images runs once a sample, unless it reads the last position: then the model is
@@ -133,6 +132,9 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
     Args:
         model: with its weights or on the meta device.
         sequence_length: T.
+
+    Returns:
+        The operations; None for a classifier whose head is not known.
     """
     config = model.config.get_text_config()
     heads = [model.get_output_embeddings() or nn.Identity()]
@@ -141,7 +143,7 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
     if task_of(model).endswith("-classification"):
         anatomy = anatomy_candidates(model)[0]
         if anatomy.head is None:
-            raise FulldepthError(f"{type(model).__name__} has no head that is known.")
+            return None
         heads = anatomy.head_modules(anatomy.head)
         causal = anatomy.head.pool == "last"
         size = getattr(config, "patch_size", None)

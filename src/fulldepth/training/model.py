@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
@@ -330,12 +331,14 @@ def _from_config(config: PreTrainedConfig, settings: TrainSettings) -> PreTraine
 
 
 def meta_model(config: PreTrainedConfig, task: str = "causal-lm") -> PreTrainedModel:
-    """Build the model without storage, on the meta device: names and shapes only.
+    """Build the model without storage, on the meta device: names and shapes only, whatever kernels it will run.
 
     Args:
         config: the model's configuration, from `build_config`.
         task: a key of `HEADS`.
     """
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"
     with torch.device("meta"):
         return HEADS[task].auto.from_config(config, trust_remote_code=False)
 

@@ -57,7 +57,7 @@ class RunPlan:
 
     @property
     def run_flops(self) -> float | None:
-        """Training FLOPs of the whole run, see `step_flops`; None for a detector."""
+        """Training FLOPs of the whole run, see `step_flops`; None if they are not known."""
         return None if self.flops is None else self.step_flops * self.tokens
 
 
