@@ -145,7 +145,7 @@ class Bench:
         models = {"original": open_model(MODEL).model, "healed": load(healed)}
         line: dict[str, Any] = {"target": target, "arm": arm, "seed": seed, "losses": {}, "tasks": {}}
         for text, source in self.texts().items():
-            rows = read_examples(None, tokenizer, LENGTH, heldout=source, limit=READ_ROWS, sequence_length=LENGTH)
+            rows = read_examples(None, tokenizer, None, heldout=source, limit=READ_ROWS)  # windows of 256
             added = heldout_losses(models, rows.heldout, 8, self.watcher)["loss"].added("healed")
             line["losses"][text] = [round(added.mean, 5), round(added.free_error, 5)]
         original = self.scores("original", models["original"], tokenizer)
