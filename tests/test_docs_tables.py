@@ -43,3 +43,20 @@ def test_the_table_of_predictors_is_that_of_the_stored_groups():
             error = np.std(found, ddof=1) / len(found) ** 0.5
             (row,) = [line for line in table.splitlines() if line.startswith(f"| {name} |")]
             assert row.split("|")[column + 1].strip() == f"{np.mean(found):+.2f} ± {error:.2f}", (model, name)
+
+
+def test_the_log_states_what_healing_on_novels_lost():
+    lines = [json.loads(line) for line in (DOCS / "healing_text.jsonl").read_text().splitlines()]
+    (line,) = [run for run in lines if (run["target"], run["arm"], run["seed"]) == ("1.1", "novels", 0)]
+    log = " ".join((DOCS / "log.md").read_text().split())
+    for text, words in (("novels", " nats on other novels"), ("wikitext", " on WikiText-2"), ("GSM8K answers", " on")):
+        added, error = line["losses"][text]
+        assert f"{added:.3f} ± {error:.3f}{words}" in log
+    for task, named in (
+        ("lambada_local", "LAMBADA (original "),
+        ("arc_easy_local", "ARC-easy ("),
+        ("piqa_local", "PIQA ("),
+    ):
+        scores = line["tasks"][task]
+        assert f"{scores['healed']:.3f} of {named}{scores['original']:.3f}; " in log
+        assert f"± {scores['error']:.3f})" in log
