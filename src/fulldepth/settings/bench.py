@@ -52,6 +52,6 @@ class BenchSettings(HeldoutSettings):
     @model_validator(mode="after")
     def _batches_without_load(self) -> BenchSettings:
         """A server decides itself which requests it runs together."""
-        if self.concurrency and self.batches != [1, 4]:
+        if self.concurrency and self.batches != type(self).model_fields["batches"].default:
             raise FulldepthError("--batches has no effect with --concurrency, which names the clients at once.")
         return self

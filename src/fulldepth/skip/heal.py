@@ -31,6 +31,7 @@ from fulldepth.skip.healed import (
     write_texts,
 )
 from fulldepth.skip.least_squares import Healing, refit, with_model
+from fulldepth.skip.own_text import FILE as OWN_TEXT
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.tasks import TaskReading, check_tasks, read_tasks
 from fulldepth.subject import chosen_tokenizer
@@ -95,8 +96,10 @@ def heal(
         cuda = pick_device(settings.device).type == "cuda"
         fast = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else has_bfloat16()
         settings = settings.model_copy(update={"precision": "autocast" if fast else "float32"})
-    if settings.tasks:
-        check_tasks(settings)  # before the refit, which takes minutes
+    if settings.tasks:  # checked before the refit, which takes minutes
+        check_tasks(settings)
+        if not isinstance(model, str | Path) and chosen_tokenizer(settings, tokenizer) is None:
+            raise FulldepthError("Tasks of a loaded model need its tokenizer; give it, too.")
     work = target.with_name(f"{target.name}-work")
     check_free(target, _bytes_of_work(model, settings))
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
@@ -119,7 +122,7 @@ def heal(
         except StoppedError:
             raise
         except FulldepthError:
-            if not any(work.glob("*/checkpoint-*")):  # refused before a step: another call may take the folder
+            if not (any(work.glob("*/checkpoint-*")) or (work / OWN_TEXT).exists()):  # nothing that took long is lost
                 shutil.rmtree(work, ignore_errors=True)
             raise
     shutil.rmtree(work, ignore_errors=True)
@@ -133,8 +136,9 @@ def _bytes_of_work(model: Any, settings: HealSettings) -> float:
         return size
     trained = size_of(model, settings.revision, 2 if settings.precision == "bfloat16" else 4)
     moments = 0 if settings.rank else 2 * trained
-    checkpoints = min(settings.steps, 2)  # of the control: a new one is whole before the last one is removed
-    return size + (KEPT_SHARE + checkpoints) * (trained + moments)
+    checkpoints = min(settings.steps, 2)  # a new one is whole before the last one is removed
+    checkpoints_and_model = KEPT_SHARE + checkpoints if settings.control else KEPT_SHARE * (1 + checkpoints)
+    return size + checkpoints_and_model * (trained + moments)
 
 
 def _trained(healing: Healing, model: str | Path, work: Path, tokenizer: Any, watcher: Watcher) -> Healing:

@@ -88,7 +88,10 @@ def read_tasks(healing: Healing, label: str, tokenizer: Any, folder: Path, watch
     Raises:
         FulldepthError: as `fulldepth.evaluate`.
     """
-    opened = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    settings = healing.settings
+    opened = tokenizer
+    if isinstance(tokenizer, str | Path):
+        opened = load_tokenizer(tokenizer, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
     scored: list[Results] = []
     for name, model in (("original", healing.original), (label, healing.model)):
         watcher.say(f"Tasks of the {name} model.")
@@ -96,7 +99,7 @@ def read_tasks(healing: Healing, label: str, tokenizer: Any, folder: Path, watch
             evaluate(
                 model,
                 output=folder / f"tasks-{name}",
-                settings=evaluation_of(healing.settings),
+                settings=evaluation_of(settings),
                 tokenizer=opened,
                 resume=True,
                 watcher=watcher,
