@@ -44,7 +44,7 @@ from fulldepth.skip import Examples, Plan, SearchSettings, read_examples, refit,
 from fulldepth.skip.goal import count_goal
 from fulldepth.skip.loss_cache import LossCache
 from fulldepth.skip.problem import prepared
-from fulldepth.skip.rankings import rank
+from fulldepth.skip.rankings import rank_blocks
 
 PARTS, CONTEXTS, NEW_TOKENS, WINDOW, BATCH = ("attention", "mlp"), (128, 512), 16, 256, 8
 SEEDS = range(5)
@@ -209,7 +209,9 @@ class Subject:
         with processes() as process, prepared(self.model, self.choose, settings, process) as problem:
             goal = count_goal(problem.scorer.costs, settings.blocks or 0)
             loss_cache = LossCache(problem.scorer, problem.chunks, process)
-            return [block for pick in rank(loss_cache, settings.search, goal, seed=settings.seed) for block in pick]
+            return [
+                block for pick in rank_blocks(loss_cache, settings.search, goal, seed=settings.seed) for block in pick
+            ]
 
     def refitted(self, removed: Lacking) -> PreTrainedModel:
         """The model without these blocks, healed by `refit`."""

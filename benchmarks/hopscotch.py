@@ -38,7 +38,7 @@ from fulldepth.skip.curve import find_breakpoint
 from fulldepth.skip.goal import count_goal
 from fulldepth.skip.loss_cache import LossCache
 from fulldepth.skip.problem import prepared
-from fulldepth.skip.rankings import rank
+from fulldepth.skip.rankings import rank_blocks
 
 CHOOSE, READ, LONGEST, BATCH = 16, 40, 160, 4
 SEARCHES = ("greedy", "one-shot", "cosine", "taylor", "last", "random")
@@ -167,7 +167,7 @@ class Subject:
         settings = SearchSettings(blocks=blocks, search=search_by, fit=False, seed=seed, batch_size=BATCH)
         with processes() as process, prepared(self.model, chosen, settings, process) as problem:
             loss_cache = LossCache(problem.scorer, problem.chunks, process, criterion=settings.criterion)
-            picks = rank(loss_cache, search_by, count_goal(loss_cache.costs, blocks), seed=seed)
+            picks = rank_blocks(loss_cache, search_by, count_goal(loss_cache.costs, blocks), seed=seed)
             return [layer for pick in picks for layer, _ in pick]
 
     def loss(self, kind: str, rows: Sequence[Example], skipped: Sequence[int]) -> dict[str, list[float]]:

@@ -26,7 +26,7 @@ from skip.word_tokenizer import tokenizer, words
 @pytest.mark.parametrize(("fast", "precision"), [(True, "autocast"), (False, "float32")])
 def test_the_command_heals_trains_and_compares_with_its_control(tmp_path, main, monkeypatch, fast, precision):
     """The removed attention stays away in the trained checkpoint, whose own forward pass gives the stated loss."""
-    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)  # tested with exports
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove_export", lambda *_: 0.0)  # tested with exports
     runs = []
     monkeypatch.setattr("fulldepth.skip.heal.has_bfloat16", lambda: fast)
     monkeypatch.setattr(
@@ -81,7 +81,7 @@ def test_the_command_heals_trains_and_compares_with_its_control(tmp_path, main, 
 
 def test_a_healing_that_is_refused_before_a_step_leaves_its_folder_free(tmp_path, main, monkeypatch):
     """Its texts are too few to train on: the same command with longer ones is another healing."""
-    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove_export", lambda *_: 0.0)
     tiny_models.build("llama").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -98,7 +98,7 @@ def test_a_healing_that_is_refused_before_a_step_leaves_its_folder_free(tmp_path
 
 def test_a_ranking_without_losses_is_healed_and_nothing_is_said_of_its_losses(tmp_path, main, monkeypatch):
     """The losses of the healing are those of a stock forward pass on rows that it did not fit."""
-    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove_export", lambda *_: 0.0)
     tiny_models.build("llama").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     rows = [words(*((n + i) % 8 for i in range(24))) for n in range(40)]

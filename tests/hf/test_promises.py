@@ -22,7 +22,7 @@ from skip.word_tokenizer import tokenizer
 
 @pytest.mark.parametrize("writer", ["exit", "folded", "layer"])
 def test_an_export_promises_only_what_it_holds(writer, tmp_path, monkeypatch):
-    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove_export", lambda *_: 0.0)
     monkeypatch.setattr("fulldepth.exit.elastic._prove", lambda *_: 0.0)
     model = zoo.build("glm4_moe", "causal-lm")
     model.config.num_nextn_predict_layers = 2

@@ -12,7 +12,7 @@ from skip import planned
 
 
 def test_the_card_of_an_export_has_its_losses_and_the_licence_of_the_original(tmp_path, monkeypatch):
-    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 2.5e-7)
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove_export", lambda *_: 2.5e-7)
     model = tiny_models.build("llama")
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en, de]\n---\n# Base\n")

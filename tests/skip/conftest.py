@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture
 def unproven(monkeypatch):
     """Exports without the fresh process that loads them, for tests of what is written."""
-    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove_export", lambda *_: 0.0)

@@ -15,7 +15,7 @@ from fulldepth.execution import find_anatomy
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.exports import fold
-from fulldepth.skip.outcome import outcome
+from fulldepth.skip.outcome import search_results
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.problem import prepared
 from refusals import refused
@@ -45,7 +45,7 @@ def analysed(model, plan, data, settings=None, **options):
     """The results of a plan without the search for it."""
     given = {"blocks": len(plan.blocks), "granularity": plan.granularity, **options}
     with prepared(model, data, settings or SearchSettings(**given), Processes()) as problem:
-        return outcome(plan, problem)
+        return search_results(plan, problem)
 
 
 def plan(model, blocks=(2,), granularity="attention", values="fitted", **entries):
@@ -123,6 +123,6 @@ def full_disk():
 @contextmanager
 def folded(model, plan, most=None):
     """A model with the folded weights of a plan inside `with`."""
-    folding = fold.prepare(find_anatomy(model), plan, most=most)
+    folding = fold.prepare_folding(find_anatomy(model), plan, most=most)
     with fold.in_use(folding.changes.values()):
         yield folding

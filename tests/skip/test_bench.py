@@ -23,7 +23,7 @@ from fulldepth.results import Results
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.bench import Cell, Measured, _headline, _opened, bench
 from fulldepth.skip.exports.export import export
-from fulldepth.skip.plan import HEALED, rows_of
+from fulldepth.skip.plan import HEALED, hashes_of_rows
 from refusals import refused
 from skip import plain
 from skip.planned import plan
@@ -40,7 +40,7 @@ KV = 2 * 2 * 8 * 4
 def unproven():
     """Exports are not loaded in a fresh process: their own tests do that."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
+        patched.setattr("fulldepth.skip.exports.export.prove_export", lambda *_: 0.0)
         yield
 
 
@@ -186,7 +186,7 @@ def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path):
 def test_rows_that_healed_a_model_are_left_out_and_another_tokenizer_is_refused(folders, tmp_path):
     original = AutoModelForCausalLM.from_pretrained(folders / "original").eval()
     held = plain.sentences(9, 5)
-    healed = plan(original, [1], values=None, data={"hash": "sha256:" + "1" * 64, HEALED: rows_of(held[:4])})
+    healed = plan(original, [1], values=None, data={"hash": "sha256:" + "1" * 64, HEALED: hashes_of_rows(held[:4])})
     fast = export(healed, original, "fast", tmp_path / "fast", tokenizer=tokenizer()).path
     results = bench(folders / "original", [fast], data=plain.held_out(held), **SMALL)
     expected = plain.loss(original, held[4:], (), "attention")

@@ -27,7 +27,7 @@ from fulldepth.skip import least_squares as module
 from fulldepth.skip import load
 from fulldepth.skip.exports.export import read_notes
 from fulldepth.skip.heal import heal as heal_into
-from fulldepth.skip.plan import rows_of
+from fulldepth.skip.plan import hashes_of_rows
 from json_files import read_json
 from refusals import refused
 from skip import plain, planned
@@ -285,7 +285,7 @@ def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, 
         results.values("loss", "mean", "model", model="refitted").item()
     ]
     seen = read_notes(tmp_path / "healed")["plan"]["data"]["healed_rows"]
-    assert seen == rows_of([*data().heldout, *module.split_rows(plan, data(), False, 0)[0]])
+    assert seen == hashes_of_rows([*data().heldout, *module.split_rows(plan, data(), False, 0)[0]])
     page = (tmp_path / "healed" / "report.html").read_text()
     assert "What healing brings" in page
     assert "mlp of layer 1" in page
@@ -310,7 +310,7 @@ def test_bad_input_is_refused(change, named, tmp_path, monkeypatch):
     given = {"model": tiny_models.build("llama"), "data": examples, "output": "healed", "heldout": None, "steps": 0}
     given |= change
     plan = planned.plan(tiny_models.build("llama"), granularity="layer", values=None, search="greedy")
-    plan = plan.changed(data={**plan.data, "heldout_rows": rows_of(examples.heldout)})
+    plan = plan.changed(data={**plan.data, "heldout_rows": hashes_of_rows(examples.heldout)})
     with refused(named):
         heal_into(plan, output=tmp_path / given.pop("output"), progress=False, **given)
     assert not list(tmp_path.iterdir())

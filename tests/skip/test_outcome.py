@@ -8,7 +8,7 @@ import pytest
 from pandas.testing import assert_frame_equal
 
 from fulldepth.results import COLUMNS, Results
-from fulldepth.skip.outcome import headline
+from fulldepth.skip.outcome import search_headline
 from skip import plain, planned
 from tiny_models import LAYERS, build
 
@@ -71,13 +71,13 @@ def searched(target, **cost):
     ],
 )
 def test_a_search_says_what_its_target_asked_and_what_it_reached(target, value, words):
-    found = headline(searched(target), LAYERS)
+    found = search_headline(searched(target), LAYERS)
     assert next(iter(found)) == target["of"]
     finding = found[target["of"]]
     assert finding.value == pytest.approx(value, rel=1e-4)
     assert all(word in finding.sentence for word in words)
     assert "Other programs" not in finding.sentence
-    busy = headline(searched({**target, "other_load": 0.71}), LAYERS)[target["of"]].sentence
+    busy = search_headline(searched({**target, "other_load": 0.71}), LAYERS)[target["of"]].sentence
     assert ("Other programs used 71%" in busy) == (target["of"] in ("target_speedup", "max_loss"))
 
 
@@ -100,7 +100,7 @@ def test_unsure_rounds_end_in_advice_on_the_number_of_windows(margins, advice):
         data={"hash": "sha256:" + "0" * 64, "heldout": heldout},
         cost=NOTHING | {"rounds": rounds, "unsure_rounds": [1, 2, 3]},
     )
-    finding = headline(plan, LAYERS)["sure_rounds"]
+    finding = search_headline(plan, LAYERS)["sure_rounds"]
     assert finding.value == 0
     assert finding.sentence.startswith("4 held-out windows do not tell the best two candidates apart in 3 of 3 rounds.")
     assert advice in finding.sentence
@@ -113,13 +113,13 @@ def test_the_advised_rows_are_more_than_those_that_left_a_round_unsure():
         data={"hash": "sha256:" + "0" * 64, "heldout": {"name": "a seeded fifth of a.jsonl", "examples": 10}},
         cost=NOTHING | {"rounds": [{"margin": 0.019, "standard_error": 0.004, "sequences": 10}], "unsure_rounds": [1]},
     )
-    assert "Use at least 20 rows (`--max-sequences 100`)" in headline(plan, LAYERS)["sure_rounds"].sentence
+    assert "Use at least 20 rows (`--max-sequences 100`)" in search_headline(plan, LAYERS)["sure_rounds"].sentence
 
 
 @pytest.mark.parametrize(("losses", "healed"), [([2.0, 2.1, 2.5], 2.2), ([2.0, 1.9, 1.8], 1.8)])
 def test_losses_without_errors_are_not_interpreted(losses, healed):
     plan = healed_plan(build("llama"), losses=losses, healed_loss=healed, search="greedy")
-    found = headline(plan, LAYERS)
+    found = search_headline(plan, LAYERS)
     assert found["loss_added"].value == pytest.approx(losses[-1] - losses[0])
     assert found["loss_added"].document()["standard_error"] is None
     assert "chose the blocks and stopped the training of scalars" in found["loss_added"].sentence

@@ -20,7 +20,7 @@ from fulldepth.skip import own_text, search
 from fulldepth.skip.own_text import FILE, NOTES, with_own_text
 from refusals import refused
 from skip.test_responses import decoder
-from skip.word_tokenizer import ASSISTANT, BOS, CHAT, EOS, USER, tokenizer
+from skip.word_tokenizer import ASSISTANT, BOS, CHAT, EOS, TWO_WORDS, USER, tokenizer
 from tiny_models import build
 
 LENGTH = 30
@@ -96,6 +96,33 @@ def test_the_model_writes_the_users_turn_and_answers_it(tmp_path):
         assert row.get("end") == (opened.tokenizer.decode(answer[-1:]) if ended else None)
     read = read_examples(tmp_path / FILE, opened.tokenizer, LENGTH, seed=0, sequence_length=LENGTH)
     assert len(read.train) + len(read.heldout) == 6
+
+
+def test_answers_that_grow_when_they_are_read_are_cut_to_the_length(tmp_path):
+    opened = subject(CHAT)
+    opened.tokenizer = tokenizer(CHAT, vocabulary=TWO_WORDS)
+    with_own_text("own", opened, settings(rows=24), tmp_path, Watcher())
+    sizes = []
+    for row in rows_in(tmp_path):
+        asked = opened.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
+        (message,) = row["response"]
+        answer = sampled(opened.model, asked, LENGTH - len(asked), {EOS, ASSISTANT}, (3, row["number"], 2))
+        written = answer[:-1] if answer[-1] in (EOS, ASSISTANT) else answer
+        text = opened.tokenizer.decode(written)
+        whole = opened.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ended = answer[-1] in (EOS, ASSISTANT)
+        if len(asked) + len(whole) + ended <= LENGTH:
+            assert (message["content"], row["cut_off"]) == (text, not ended)
+            continue
+        cut = opened.tokenizer(message["content"], add_special_tokens=False)["input_ids"]
+        assert whole[: len(cut)] == cut
+        assert row["cut_off"]
+        assert "end" not in row
+        sizes.append(len(asked) + len(cut))
+    assert sizes, "no answer grew"
+    assert max(sizes) <= LENGTH
+    read = read_examples(tmp_path / FILE, opened.tokenizer, LENGTH, seed=0, sequence_length=LENGTH)
+    assert len(read.train) + len(read.heldout) == 24
 
 
 def test_rows_do_not_depend_on_the_batch_and_go_on_after_a_kill(tmp_path):

@@ -237,7 +237,7 @@ def test_what_cannot_be_served_is_refused_with_what_can(files, tmp_path, monkeyp
     full, thin = files / "full.gguf", files / "thin.gguf"
     model = tiny()
     model.name_or_path = ""
-    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove_export", lambda *_: 0.0)
     fast = export(planned.plan(model, [2], values=None), model, "fast", tmp_path / "fast").path
     monkeypatch.setattr("fulldepth.execution.serving.find_spec", lambda _: None)
     cases = [

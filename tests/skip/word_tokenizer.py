@@ -10,6 +10,8 @@ from tiny_models import build
 
 MARKS = ["[UNK]", "[BOS]", "[EOS]", "[PAD]", "<system>", "<user>", "<assistant>", "<think>", "</think>", "\n"]
 VOCABULARY = {mark: i for i, mark in enumerate(MARKS)} | {f"w{i}": i + len(MARKS) for i in range(80)}
+TWO_WORDS = {f"w{i - 50} w{i - 49}" if i in range(59, 89) else word: i for word, i in VOCABULARY.items()}
+"""A vocabulary in which some tokens stand for two words: their text has more tokens when it is read again."""
 BOS, EOS, SYSTEM, USER, ASSISTANT, THINK, NO_THINK, LINE = (VOCABULARY[m] for m in MARKS[1:3] + MARKS[4:])
 
 CHAT = (
@@ -30,9 +32,9 @@ COUNTING = "{{ messages | length }}" + CHAT
 STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('A user must begin') }}{% endif %}" + CHAT
 
 
-def tokenizer(template=None, bos=False):
+def tokenizer(template=None, bos=False, vocabulary=VOCABULARY):
     """Splits at spaces; special tokens are found anywhere."""
-    core = Tokenizer(models.WordLevel(VOCABULARY, unk_token="[UNK]"))
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     if bos:
         core.post_processor = TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", BOS)])

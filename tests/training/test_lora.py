@@ -100,7 +100,7 @@ def test_a_run_with_adapters_and_a_teacher_resumes_to_the_same_bytes(start, reci
 def test_a_run_from_an_export_keeps_its_class_and_what_was_removed(
     rank, format, granularity, kind, start, recipe, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(exporting, "prove", lambda *_: 0.0)  # in a fresh process
+    monkeypatch.setattr(exporting, "prove_export", lambda *_: 0.0)  # in a fresh process
     base, small, run = start("llama"), tmp_path / "small", tmp_path / "run"
     model = tf.AutoModelForCausalLM.from_pretrained(base)
     exporting.export(planned.plan(model, [2, 3], granularity, None), model, format, small, tokenizer=str(base))

@@ -131,7 +131,7 @@ def require_columns(row: Mapping[str, Any], columns: Iterable[str | None], where
 def text_value(value: Any, where: str) -> str:
     """The cleaned text of a cell; `where` is its location, for messages."""
     if not isinstance(value, str):
-        raise FulldepthError(f"{where} is {kind_of(value)}, expected text.")
+        raise FulldepthError(f"{where} is {type_of_cell(value)}, expected text.")
     return clean_text(value)
 
 
@@ -140,6 +140,6 @@ def clean_text(text: str) -> str:
     return SURROGATES.sub("\ufffd", text)
 
 
-def kind_of(value: Any) -> str:
+def type_of_cell(value: Any) -> str:
     """Kind of a cell's value, for a message."""
     return "empty (null)" if value is None else f"of type {type(value).__name__}"

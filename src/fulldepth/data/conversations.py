@@ -449,7 +449,7 @@ def _common(first: str, second: str) -> int:
 
 
 class UserTurn(NamedTuple):
-    """What a chat template writes around the text of the first user's turn."""
+    """The parts of a chat template around the text of the first user's turn."""
 
     opening: str
     """All before it, such as a system prompt and the mark of a turn."""

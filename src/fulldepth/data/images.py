@@ -17,7 +17,7 @@ from PIL import Image
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import read_bytes, reading
-from fulldepth.data.columns import kind_of
+from fulldepth.data.columns import type_of_cell
 from fulldepth.data.files import folder_files
 
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF")
@@ -65,7 +65,7 @@ def image_value(value: Any, where: str) -> StoredImage:
         return StoredImage(partial(decode_image, value, where), lambda: value)
     if isinstance(value, str | Path):
         return stored_image(Path(value), Path(value).name)
-    raise FulldepthError(f"{where} is {kind_of(value)}, expected an image, its bytes or its path.")
+    raise FulldepthError(f"{where} is {type_of_cell(value)}, expected an image, its bytes or its path.")
 
 
 def _rgb(image: Image.Image, where: str) -> Image.Image:

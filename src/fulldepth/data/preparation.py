@@ -27,7 +27,7 @@ from fulldepth.data.conversations import Score, empty_warning, read_conversation
 from fulldepth.data.drawing import block_clusters, cut_windows, room_taken
 from fulldepth.data.opening import Order
 from fulldepth.data.records import ConversationRecord, ImageRecord, TextRecord
-from fulldepth.data.sources import SKIP, Source, choose, contents, identities
+from fulldepth.data.sources import SKIP, Source, choose, content_identities, identities
 from fulldepth.data.tokens import (
     Frame,
     WordFinder,
@@ -182,7 +182,7 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     if not plan.windowed(kind):
         sampled = choose([names[i] for i in filled], plan.max_sequences, plan.seed, plan.order)
         filled = [filled[i] for i in sampled]
-        names = contents(source)
+        names = content_identities(source)
     chosen = replace(source, records=[replace(records[i], identity=names[i]) for i in filled])
     if is_chat:
         encode = _translation if task == SEQ2SEQ else _conversations

@@ -236,10 +236,10 @@ def _conversation(row: Mapping[str, Any], columns: Columns, where: str) -> Conve
 
 def identities(source: Source) -> list[int]:
     """Identity of each record, of no two the same: of its text, or of the name or place of its image."""
-    return [int(number) for number in distinct(contents(source))]
+    return [int(number) for number in distinct(content_identities(source))]
 
 
-def contents(source: Source) -> list[int]:
+def content_identities(source: Source) -> list[int]:
     """Identity of each record's content, its unit of independence: as `identities`, but the same for equal texts."""
     return [record.content if record.identity is None else record.identity for record in source.records]
 

@@ -54,7 +54,7 @@ def local_task(name: str, folders: Sequence[str | Path]) -> dict[str, Any]:
 
     def read(**options: Any) -> datasets.DatasetDict:
         """The data set, as lm-eval asks for it."""
-        rows = {split: list(read_rows(path, TEXT_COLUMNS[name], is_choice)) for split, path in paths.items()}
+        rows = {split: list(read_task_rows(path, TEXT_COLUMNS[name], is_choice)) for split, path in paths.items()}
         return datasets.DatasetDict({split: datasets.Dataset.from_list(listed) for split, listed in rows.items()})
 
     return {**config, "custom_dataset": read}
@@ -78,7 +78,7 @@ def find_file(file: str, folders: Sequence[str | Path], task: str) -> Path:
     raise FulldepthError(f"{task} reads {Path(file).name}, which is not there. Looked for: {one_line(looked, 600)}.")
 
 
-def read_rows(path: Path, texts: Sequence[str], is_choice: bool) -> Iterator[dict[str, Any]]:
+def read_task_rows(path: Path, texts: Sequence[str], is_choice: bool) -> Iterator[dict[str, Any]]:
     """The rows of a JSONL file, with the columns of a task.
 
     Raises:

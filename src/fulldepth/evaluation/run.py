@@ -18,7 +18,7 @@ from fulldepth.evaluation.loading import Loaded, load_tasks
 from fulldepth.evaluation.model import EvaluatedModel
 from fulldepth.evaluation.outcome import findings, task_entries
 from fulldepth.evaluation.quality import Quality, quality_findings
-from fulldepth.evaluation.scoring import ANSWERS, influences_of, rows_of, score_tasks
+from fulldepth.evaluation.scoring import ANSWERS, influences_of, score_tasks, table_rows
 from fulldepth.results import (
     DOCUMENT,
     FRAMEWORKS,
@@ -160,4 +160,4 @@ def _scored(
     influences = gathered(influences_of(scored), groups["count"])
     if influences is not None:
         document["groups"] = groups
-    return Results(tabulate([*rows_of(scored), *written]), dict(finite(document)), influences)
+    return Results(tabulate([*table_rows(scored), *written]), dict(finite(document)), influences)

@@ -305,7 +305,7 @@ def influences_of(scored: Scored) -> Iterator[tuple[Any, ...]]:
             yield "task_score", score.task, layer, None, score.metric, influence
 
 
-def rows_of(scored: Scored) -> Iterator[tuple[Any, ...]]:
+def table_rows(scored: Scored) -> Iterator[tuple[Any, ...]]:
     """Rows of `task_score`: site = task, layer = exit layer, statistic = metric or `METRIC_stderr`."""
     for layer in sorted(scored.scores):
         for score in scored.scores[layer]:

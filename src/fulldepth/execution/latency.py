@@ -104,7 +104,7 @@ class Runner:
         return Trial(between - start, (end - between) / len(steps), cache, output.logits[:, -1])
 
 
-def check_positions(anatomy: Anatomy, context: int, new_tokens: int) -> None:
+def check_prompt_fits(anatomy: Anatomy, context: int, new_tokens: int) -> None:
     """Check that prompt and new tokens fit into the model's positions.
 
     Raises:

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.progress import Watcher
-from fulldepth.execution.readers import prove
+from fulldepth.execution.readers import prove_export
 from fulldepth.execution.stream import TOLERANCE
-from fulldepth.exit.readings import no_advice, read
+from fulldepth.exit.readings import no_advice, read_exits
 from fulldepth.hf import (
     Anatomy,
     ModelCard,
@@ -32,8 +32,8 @@ from fulldepth.hf import (
 from fulldepth.hf.asked_outputs import asked_outputs, make_plain, restore_outputs
 from fulldepth.hf.checkpoint_folder import (
     LARGE,
-    check_free,
-    check_target,
+    check_disk_space,
+    check_output_path,
     copy_files,
     count_parameters,
     folder_to_be,
@@ -117,7 +117,7 @@ def export_layers(
         raise FulldepthError("--effective-depth measures the accuracy of every layer, and needs --data.")
     if settings.effective_depth is None and data is not None:
         raise FulldepthError("--data has no effect without --effective-depth.")
-    check_target(target)
+    check_output_path(target)
     with Subject.open(model, None, settings) as subject:
         saved = chosen_tokenizer(settings, tokenizer)
         if settings.effective_depth is not None or size_of(subject.model) >= LARGE:
@@ -159,7 +159,7 @@ def _export(
     withdrawn = withdraw_promises(cut.config, cut.state_dict())
     stock = type(cut).__module__.startswith("transformers.")
     notes = [reason, *withdrawn, *checkpoint.warnings]
-    check_free(target, size_of(cut))
+    check_disk_space(target, size_of(cut))
     with folder_to_be(target) as folder:
         with generation_settings(cut, folder), silent():
             cut.save_pretrained(folder)
@@ -209,7 +209,7 @@ def _choose(
     check_cut(subject.anatomy)
     needs = {"head", "targets"}
     with Subject.open(subject.checkpoint, data, settings, needs=needs, tokenizer=tokenizer) as measured:
-        readings = read(measured, (), settings, watcher)
+        readings = read_exits(measured, (), settings, watcher)
     if reason := no_advice(measured, readings):
         raise FulldepthError(f"{reason} Give other data, or choose the layers with --layers.")
     plain, low, layers = readings.depth(share)
@@ -246,7 +246,7 @@ def _prove(folder: Path, anatomy: Anatomy, cut: PreTrainedModel, reader: str) ->
     names = ("logits", "prediction_logits", "last_hidden_state")
     expected = next(output[name] for name in names if name in output)
     given = inputs["input_ids"] if anatomy.task == "causal-lm" else inputs
-    return prove(folder, given, expected, TOLERANCE[expected.dtype], reader)
+    return prove_export(folder, given, expected, TOLERANCE[expected.dtype], reader)
 
 
 def _card(subject: Subject, report: LayersExport) -> ModelCard:

@@ -187,7 +187,7 @@ def no_advice(subject: Subject, readings: Readings) -> str | None:
 
 
 @torch.no_grad()
-def read(subject: Subject, rules: Sequence[Rule], settings: LayerReadingSettings, watcher: Watcher) -> Readings:
+def read_exits(subject: Subject, rules: Sequence[Rule], settings: LayerReadingSettings, watcher: Watcher) -> Readings:
     """Run the data through the model once, and apply its classifier to all layers, for all rules and thresholds.
 
     Args:

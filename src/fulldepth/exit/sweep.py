@@ -17,7 +17,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.execution.decoding import Decoder, Generation
 from fulldepth.execution.latency import OtherLoad, machine, order
-from fulldepth.exit.readings import Exit, Readings, batch_size_of, calibrated, no_advice, read, splits
+from fulldepth.exit.readings import Exit, Readings, batch_size_of, calibrated, no_advice, read_exits, splits
 from fulldepth.exit.served import SpeedUp, timed
 from fulldepth.metrics.standard_errors import Mean
 from fulldepth.results import Finding, Results, claimed, finite, provenance, tabulate
@@ -127,7 +127,7 @@ def sweep(
         for warning in subject.warnings:
             watcher.say(warning)
         loaded = perf_counter()
-        readings = read(subject, settings.rule, settings, watcher)
+        readings = read_exits(subject, settings.rule, settings, watcher)
         read_at = perf_counter()
         rows, parts = _rows(readings, settings)
         report = parts["report"]

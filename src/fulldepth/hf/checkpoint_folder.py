@@ -43,7 +43,7 @@ TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 """Class of transformers 5 -> its earlier name, which transformers 5 also accepts."""
 
 
-def check_target(target: Path, suffix: str | None = None) -> None:
+def check_output_path(target: Path, suffix: str | None = None) -> None:
     """Refuse an existing file or folder, and a name without the ending of a format that is one file.
 
     Raises:
@@ -55,7 +55,7 @@ def check_target(target: Path, suffix: str | None = None) -> None:
         raise FulldepthError(f"{target} exists already; an export is never written over anything. Choose another name.")
 
 
-def check_free(target: Path, size: float, advice: str = "Choose another place, or free some space.") -> None:
+def check_disk_space(target: Path, size: float, advice: str = "Choose another place, or free some space.") -> None:
     """Refuse to start work whose files will not fit on the disk.
 
     Args:
@@ -102,7 +102,7 @@ def folder_to_be(target: Path, *, file: bool = False) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (atomic if file else atomic_folder)(target) as part:
             yield part
-            check_target(target)
+            check_output_path(target)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise FulldepthError(f"Cannot write the export to {target}: {reason}.") from error

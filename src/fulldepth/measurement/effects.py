@@ -108,7 +108,7 @@ class EffectPass:
         device = states.device
         mask = batch.mask(states.shape[1], device)
         counting = self.counting
-        counts = tokens.counted(counting.policy, mask, batch.token_ids, counting.eos, counting.leading)
+        counts = tokens.counted_positions(counting.policy, mask, batch.token_ids, counting.eos, counting.leading)
         position = mask.long().cumsum(1) - 1
         allowed = mask & ((position > 0) | self.settings.effect_first)
         scored = torch.zeros_like(mask)

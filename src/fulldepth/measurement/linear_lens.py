@@ -93,7 +93,7 @@ def enough(sequences: Sequences, positions: int, width: int) -> str:
     )
 
 
-def refusal(reason: str) -> FulldepthError:
+def cannot_be_fitted(reason: str) -> FulldepthError:
     """The error for a linear lens that was asked for and cannot be fitted."""
     return FulldepthError(f"The linear lens was asked for but cannot be fitted: {reason}")
 
@@ -109,7 +109,9 @@ def fitting_sequences(subject: Subject, settings: MeasureSettings) -> Sequences:
     measured = subject.sequences
     data = subject.origin if settings.fit is None else settings.fit
     if data is None or not measured.contents:
-        raise refusal(f"the documents of {measured.name} are not known, so none can be left for it. {OTHER_TEXT}")
+        raise cannot_be_fitted(
+            f"the documents of {measured.name} are not known, so none can be left for it. {OTHER_TEXT}"
+        )
     wanted = WANTED * subject.verified.width
     length = settings.sequence_length or min(DEFAULT_LENGTH, subject.anatomy.max_positions or DEFAULT_LENGTH)
     count = settings.fit_sequences or math.ceil(wanted / max(1, length - 1))
@@ -138,7 +140,7 @@ def _unread(subject: Subject, data: Any, settings: MeasureSettings, count: int) 
         if len(unread) == len(source):
             return unread
     if not len(unread):
-        raise refusal(f"all {counted(len(source), 'document')} of {source.name} are measured. {OTHER_TEXT}")
+        raise cannot_be_fitted(f"all {counted(len(source), 'document')} of {source.name} are measured. {OTHER_TEXT}")
     return unread
 
 
@@ -151,7 +153,7 @@ def choosing(sequences: Sequences, seed: int) -> np.ndarray:
     clusters = np.array(sequences.clusters)
     every = np.unique(clusters)
     if len(every) < 2:
-        raise refusal(
+        raise cannot_be_fitted(
             f"its ridge is chosen on held-out {plural(sequences.unit)}, which takes two at least, and "
             f"{sequences.name} leaves one. Name more text by --fit."
         )
@@ -183,7 +185,7 @@ def fit_linear_lens(
     sequences = fitting_sequences(subject, settings)
     positions = sequences.num_targets
     if positions < width:
-        raise refusal(
+        raise cannot_be_fitted(
             f"it takes {width:,} positions at least, one for each channel, and {ENOUGH * width:,} for good maps; "
             f"{counted(len(sequences), 'sequence')} of {sequences.name} hold {positions:,}. "
             f"{enough(sequences, positions, width)}"
@@ -230,7 +232,7 @@ def layers_at_once(
     together = min(layers, (free - of_maps) // ((process.world + 1) * of_layer))
     needed, maps, left = (f"{size / (1 << 20):,.1f} MiB" for size in (layers * of_layer, of_maps, free))
     if together < 1:
-        raise refusal(
+        raise cannot_be_fitted(
             f"the maps of {layers} layers take {maps}, and the sums of one layer {of_layer / (1 << 20):,.1f} MiB at "
             f"least twice; free: {left}. Use a device with more memory."
         )

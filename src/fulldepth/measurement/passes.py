@@ -183,7 +183,7 @@ def observe(
     observation = Observation(
         states=states,
         attention_mask=mask,
-        counted=tokens.counted(counting.policy, mask, batch.token_ids, counting.eos, counting.leading),
+        counted=tokens.counted_positions(counting.policy, mask, batch.token_ids, counting.eos, counting.leading),
         pooled=counting.policy in tokens.POOLED,
         sequence=batch.sequence.to(device),
         labels=batch.labels,

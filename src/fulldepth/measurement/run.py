@@ -35,10 +35,10 @@ from fulldepth.measurement.passes import Clock, StepProgress, run_pass, weigh
 from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan
 from fulldepth.measurement.series import (
     SeriesPoint,
-    contents,
     digest,
     extends,
     fingerprints,
+    hash_contents,
     measure_series,
     series_points,
 )
@@ -269,7 +269,7 @@ def measure_into(
     with processes(settings.device) as process, process.holding(folder):
         read = data if isinstance(data, Sequences) else read_source(data, settings)
         points, remarks = series_points(model, read, settings) if series and find_checkpoints(model) else ([], [])
-        prints = [point.fingerprint for point in points] or fingerprints([contents(model)], read, settings)
+        prints = [point.fingerprint for point in points] or fingerprints([hash_contents(model)], read, settings)
         print_of_run = digest(prints)
         for remark in remarks:
             watcher.say(remark)

@@ -33,7 +33,7 @@ Contents = tuple[str, dict[str, str]]
 """Absolute path, or Hub name, and name -> sha256 of every file that may be read; none for a Hub name."""
 
 
-def contents(place: str | Path) -> Contents:
+def hash_contents(place: str | Path) -> Contents:
     """Hash the files of a local path; a Hub name is identified by the name alone.
 
     Only files at the top level of a folder count; subfolders may hold results, logs and other checkpoints. A folder
@@ -70,7 +70,9 @@ def _files(folder: Path, pattern: str) -> Iterator[Path]:
 
 def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings: MeasureSettings) -> list[str]:
     """For each model, sha256 of everything that affects its results: models, data, settings, version."""
-    other_contents = [place and contents(place) for place in (settings.reference, settings.tokenizer, settings.fit)]
+    other_contents = [
+        place and hash_contents(place) for place in (settings.reference, settings.tokenizer, settings.fit)
+    ]
     settings_read = settings.model_dump(exclude=SPEED_ONLY | {"reference", "tokenizer", "fit"})
     shared = [__version__, data.name, data.hash, other_contents, settings_read]
     return [digest([*shared, model]) for model in models]
@@ -109,10 +111,10 @@ def series_points(
     its `trainer_state.json` names a later step than the last checkpoint's.
     """
     steps = find_checkpoints(run)
-    models = [contents(place) for _, place in steps]
+    models = [hash_contents(place) for _, place in steps]
     names = [place.name for _, place in steps]
     remarks: list[str] = []
-    final = contents(run) if has_weights(run) else None
+    final = hash_contents(run) if has_weights(run) else None
     if final is not None and _weights(final) not in map(_weights, models):
         step = trained_steps(run)
         last = steps[-1][0]

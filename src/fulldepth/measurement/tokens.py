@@ -155,7 +155,9 @@ def resolve(policy: str, anatomy: Anatomy, class_token: bool | None = None) -> s
     return {"cls": "all", "mean-patches": "mean"}.get(policy_name, policy_name) if without else policy_name
 
 
-def counted(policy: str, attention_mask: Tensor, token_ids: Tensor | None, eos: int | None, leading: int = 0) -> Tensor:
+def counted_positions(
+    policy: str, attention_mask: Tensor, token_ids: Tensor | None, eos: int | None, leading: int = 0
+) -> Tensor:
     """[B, T] bool: the positions that a policy counts.
 
     Args:

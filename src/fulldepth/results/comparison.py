@@ -17,7 +17,7 @@ from fulldepth.results.differences import (
     Depth,
     Interval,
     counterparts,
-    depth_of,
+    depth_of_results,
     difference_errors,
     is_paired,
     step_interval,
@@ -133,7 +133,7 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
         first = labels.index(first)
     elif not 0 <= first < len(labels):
         raise FulldepthError(f"The baseline must be a position from 0 to {len(labels) - 1} or a name, got {first}.")
-    depth: Depth = settings.depth or ("layer" if len(set(map(depth_of, loaded))) == 1 else "relative")
+    depth: Depth = settings.depth or ("layer" if len(set(map(depth_of_results, loaded))) == 1 else "relative")
     compared = {"baseline": labels[first], "depth": depth}
     loaded = [_last_step(item) for item in loaded]
     table, entries = _side_by_side(loaded, labels, first, depth)
@@ -212,7 +212,7 @@ def _side_by_side(
             }
         )
         if index != first:
-            base = counterparts(rows, depth_of(result), baseline.table, depth_of(baseline), depth)
+            base = counterparts(rows, depth_of_results(result), baseline.table, depth_of_results(baseline), depth)
             rows["difference"] = rows["value"] - base[:, 0]
             rows["difference_error"] = difference_errors(result, baseline, depth)
             models[-1]["paired"] = is_paired(result, baseline)

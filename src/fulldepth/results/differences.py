@@ -67,7 +67,7 @@ STEPS = {
 }
 
 
-def depth_of(results: Results) -> int:
+def depth_of_results(results: Results) -> int:
     """Number of layers of the model."""
     return int(results.meta["model"]["num_layers"])
 
@@ -159,7 +159,7 @@ def difference_errors(results: Results, baseline: Results, depth: Depth) -> Arra
     assert base is not None
     columns = groups_of(rows) if paired else ["value"]
     values = rows[columns].to_numpy(np.float64)
-    base_values = counterparts(rows, depth_of(results), base, depth_of(baseline), depth, columns)
+    base_values = counterparts(rows, depth_of_results(results), base, depth_of_results(baseline), depth, columns)
     errors = error_of((values - base_values).T) if paired else np.hypot(values, base_values)[:, 0]
     known = _keyed(rows).assign(error=errors).drop_duplicates(KEYS)
     return _keyed(results.table).merge(known, how="left", on=KEYS)["error"].to_numpy(np.float64)
@@ -218,7 +218,7 @@ def _sums(results: Results, step: Step) -> Array | None:
         ]
         .drop_duplicates("layer")
         .set_index("layer")
-        .reindex(range(1, depth_of(results) + 1))[columns]
+        .reindex(range(1, depth_of_results(results) + 1))[columns]
         .to_numpy(np.float64)
         .T
         for frame, columns in ((results.table, "value"), (results.influences, groups_of(results.influences)))

@@ -436,7 +436,7 @@ class Document(Described):
     generation: GeneratedEntry | list[ExitEntry] | None = None
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_results_document(path: Path) -> dict[str, Any]:
     """The document in a file, as plain values.
 
     Raises:

@@ -250,7 +250,7 @@ class Results:
         for name in (DOCUMENT, TABLE):
             if not (folder / name).is_file():
                 raise FulldepthError(f"{folder} is not a result folder: it has no {name}.")
-        meta = document.read(folder / DOCUMENT)
+        meta = document.read_results_document(folder / DOCUMENT)
         stamps = {name: stamp for name in STORED if (stamp := meta.pop(name, None)) is not None}
         for name, stamp in stamps.items():
             path = folder / STORED[name]

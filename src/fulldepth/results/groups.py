@@ -21,7 +21,7 @@ from fulldepth.core.errors import FulldepthError, one_line, rounded, unknown
 from fulldepth.core.thresholds import BUSY
 from fulldepth.core.uncertainty import holm, paired_test, quantile
 from fulldepth.results import verdict
-from fulldepth.results.differences import Depth, counterparts, depth_of
+from fulldepth.results.differences import Depth, counterparts, depth_of_results
 from fulldepth.results.document import Finding
 from fulldepth.results.folder import Results
 from fulldepth.results.pages import unique_names
@@ -116,7 +116,7 @@ def compare_groups(
     ]
     pairs = [(first_group[seed], second_group[seed]) for seed in seeds]
     members = [member for pair in pairs for member in pair]
-    depths = [depth_of(group[seeds[0]].results) for group in (first_group, second_group)]
+    depths = [depth_of_results(group[seeds[0]].results) for group in (first_group, second_group)]
     depth = depth or ("layer" if depths[0] == depths[1] else "relative")
     kind = str(members[0].results.meta["kind"])
     entries = [[_entry(label, member) for label, member in zip(labels, pair, strict=True)] for pair in pairs]
@@ -240,7 +240,7 @@ def _reasons(pairs: list[list[Entry]], kind: str) -> list[str]:
         for entry, other in ((first, second), (first, firsts[0]), (second, firsts[1])):
             finding = verdict.incomparable(entry, other) if kind == "measure" else None
             if kind == "training" and entry is first and other is second:
-                finding = verdict.refusal(entry, other, NOT_COMPARABLE)
+                finding = verdict.not_comparable(entry, other, NOT_COMPARABLE)
             if finding is not None:
                 raise FulldepthError(str(finding.sentence))
             if reasons := verdict.unlike(entry, other, OTHER_REASONS, where_stated=True):

@@ -106,10 +106,10 @@ def incomparable(model: Entry, baseline: Entry) -> Finding | None:
     identity = [(entry["model"].get("name"), entry["model"].get("config_hash")) for entry in (model, baseline)]
     same_model = identity[0] == identity[1] and None not in identity[0]
     causes = NOT_COMPARABLE if same_model else (TEXT if all(texts) else DATA, *NOT_COMPARABLE)
-    return refusal(model, baseline, causes)
+    return not_comparable(model, baseline, causes)
 
 
-def refusal(model: Entry, baseline: Entry, causes: Sequence[tuple[str, ...]]) -> Finding | None:
+def not_comparable(model: Entry, baseline: Entry, causes: Sequence[tuple[str, ...]]) -> Finding | None:
     """The finding "not comparable" if two models differ in one of the causes (see `unlike`), else None."""
     reasons = unlike(model, baseline, causes)
     pair = f"{model['label']} and {baseline['label']}"

@@ -52,7 +52,7 @@ from fulldepth.execution.latency import (
     OtherLoad,
     Runner,
     Runs,
-    check_positions,
+    check_prompt_fits,
     machine,
     random_tokens,
     time_in_rounds,
@@ -149,7 +149,7 @@ def bench(
             longest = max(1, anatomy.max_positions - settings.max_new_tokens)
             shortened = list(dict.fromkeys(min(context, longest) for context in settings.contexts))
             settings = settings.model_copy(update={"contexts": shortened})
-        check_positions(anatomy, max(settings.contexts), settings.max_new_tokens)
+        check_prompt_fits(anatomy, max(settings.contexts), settings.max_new_tokens)
         _check_together(entries, settings)
         examples = None
         if data is not None or heldout is not None:

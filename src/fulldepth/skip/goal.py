@@ -130,7 +130,7 @@ def goal_of(
             "batch": settings.batch,
             "decode_share": settings.decode_share,
         }
-        gains = {block: shares[kind_of(anatomy, block)] for block in costs.able}
+        gains = {block: shares[timing_kind(anatomy, block)] for block in costs.able}
     gains = {block: gain for block, gain in gains.items() if gain > 0}
     if target == "max_loss":
         return Goal(target, gains, math.inf, float(settings.max_loss or 0), notes)
@@ -157,7 +157,7 @@ def weights_of(anatomy: Anatomy, block: Block) -> list[Tensor]:
     return [] if module is None else list(module.parameters())
 
 
-def kind_of(anatomy: Anatomy, block: Block) -> str:
+def timing_kind(anatomy: Anatomy, block: Block) -> str:
     """Such as `attention, 885312 weights, sliding_attention`: blocks of one kind take the same time."""
     weights = sum(weight.numel() for weight in weights_of(anatomy, block))
     kinds = getattr(anatomy.config, "layer_types", None) or []
@@ -212,7 +212,7 @@ def measured(scorer: Scorer, settings: SearchSettings, watcher: Watcher) -> dict
     longest = (anatomy.max_positions or settings.context + TIMED_TOKENS) - TIMED_TOKENS
     context = max(1, min(settings.context, longest))
     for block in scorer.costs.able:
-        kinds.setdefault(kind_of(anatomy, block), []).append(block)
+        kinds.setdefault(timing_kind(anatomy, block), []).append(block)
     runs = {kind: SwitchedRunner(scorer, Variant(removed)) for kind, removed in {WHOLE: (), **kinds}.items()}
     ids = random_tokens(anatomy, settings.batch, context + TIMED_TOKENS, settings.seed)
     watcher.begin("Time of each part", len(runs) * (ROUNDS + 1))

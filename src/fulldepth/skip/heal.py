@@ -16,7 +16,7 @@ from fulldepth.core.processor import has_bfloat16
 from fulldepth.core.progress import Watcher
 from fulldepth.data.mixture import Mixture
 from fulldepth.hf import pick_device
-from fulldepth.hf.checkpoint_folder import check_free, size_of
+from fulldepth.hf.checkpoint_folder import check_disk_space, size_of
 from fulldepth.results import Results
 from fulldepth.settings.heal import HealSettings
 from fulldepth.settings.keywords import takes_settings
@@ -101,7 +101,7 @@ def heal(
         if not isinstance(model, str | Path) and chosen_tokenizer(settings, tokenizer) is None:
             raise FulldepthError("Tasks of a loaded model need its tokenizer; give it, too.")
     work = target.with_name(f"{target.name}-work")
-    check_free(target, _bytes_of_work(model, settings))
+    check_disk_space(target, _bytes_of_work(model, settings))
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
     with locked(work):
         try:

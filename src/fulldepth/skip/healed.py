@@ -47,7 +47,7 @@ from fulldepth.skip.exports.formats import FORMATS
 from fulldepth.skip.least_squares import Healing, format_for
 from fulldepth.skip.own_text import FILE as OWN_TEXT
 from fulldepth.skip.own_text import NOTES as OWN_NOTES
-from fulldepth.skip.plan import HEALED, UNHEALED, Plan, in_sample, rows_of
+from fulldepth.skip.plan import HEALED, UNHEALED, Plan, hashes_of_rows, in_sample
 from fulldepth.skip.tasks import TaskReading
 from fulldepth.subject import open_checkpoint
 
@@ -134,7 +134,7 @@ def save_healed(
     Raises:
         FulldepthError: as `export`.
     """
-    results = outcome(healing, plan, tasks)
+    results = healing_results(healing, plan, tasks)
     settings = healing.settings
     with folder_to_be(target) as folder:
         format = settings.format or format_for(healing.plan, healing.model)
@@ -146,7 +146,7 @@ def save_healed(
             for stored in (work / OWN_TEXT, work / OWN_NOTES):
                 if stored.exists():
                     shutil.copy(stored, folder)
-        seen = plan.changed(data={**plan.data, HEALED: rows_of(healing.examples.train)})
+        seen = plan.changed(data={**plan.data, HEALED: hashes_of_rows(healing.examples.train)})
         notes |= {"plan": seen.document(), "notes": [*notes["notes"], "Healed: see report.html in this folder."]}
         write_text(folder / NOTES, json.dumps(notes, indent=1, ensure_ascii=False) + "\n")
         facts = (notes["logit_error"], notes["parameters"], notes["notes"])
@@ -228,7 +228,7 @@ def text_of(healing: Healing) -> str:
     return name.removeprefix("a seeded fifth of ")
 
 
-def outcome(healing: Healing, plan: Plan, tasks: Sequence[TaskReading] = ()) -> Results:
+def healing_results(healing: Healing, plan: Plan, tasks: Sequence[TaskReading] = ()) -> Results:
     """A healing as results."""
     losses = healing.readings[LOSS]
     tables = []
@@ -261,7 +261,7 @@ def outcome(healing: Healing, plan: Plan, tasks: Sequence[TaskReading] = ()) -> 
         "removed_modules": plan.module_names(find_anatomy(healing.original)),
         "refits": [refit._asdict() for refit in healing.refits],
         "warnings": warnings,
-        "headline": {f"task {reading.task}": reading.finding() for reading in tasks} | dict(headline(healing)),
+        "headline": {f"task {reading.task}": reading.finding() for reading in tasks} | dict(healing_headline(healing)),
     }
     return Results(stacked(tables, model="str"), dict(finite(document)))
 
@@ -271,7 +271,7 @@ def last_label(healing: Healing) -> str:
     return "trained" if "trained" in healing.readings[LOSS].sums else "refitted"
 
 
-def headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
+def healing_headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
     """The loss that the healed model adds to the original's, what of it removal costs, and the same of the others."""
     losses = healing.readings[LOSS]
     held = units(healing.examples.meta)

@@ -48,7 +48,7 @@ from fulldepth.hf import (
     is_offloaded,
     open_model,
 )
-from fulldepth.hf.checkpoint_folder import check_free, check_target
+from fulldepth.hf.checkpoint_folder import check_disk_space, check_output_path
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import ROLES
 from fulldepth.settings import layer as layered
@@ -198,8 +198,8 @@ def _check_healing(
     for format in formats:
         stock = check_format(original, plan, FORMATS[known_format(format)])
     if settings.gguf is not None:
-        check_target(Path(settings.gguf), Gguf.suffix)
-        check_free(Path(settings.gguf), FORMATS[Gguf.name].least_bytes(stock, plan, settings.gguf_type))
+        check_output_path(Path(settings.gguf), Gguf.suffix)
+        check_disk_space(Path(settings.gguf), FORMATS[Gguf.name].least_bytes(stock, plan, settings.gguf_type))
     if output is not None:
         _rehearse(plan.changed(**UNHEALED), original, dict.fromkeys(formats), Path(output), settings, tokenizer)
 

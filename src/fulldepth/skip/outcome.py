@@ -1,4 +1,4 @@
-"""`outcome`: a plan as a result folder.
+"""A plan as a result folder.
 
 Rows, with the columns `removed` (blocks) and `state` (`original`, `skipped`, `healed`, `scalars_only`): `loss` after
 every removal, healed, and of the control; `influence` (`cosine`) or `sensitivity` (`taylor`) of every candidate, by
@@ -30,7 +30,7 @@ FIFTH = 5
 UNKNOWN = "A plan keeps no losses of single documents; fulldepth skip bench --heldout states the error."
 
 
-def outcome(
+def search_results(
     plan: Plan, problem: SearchProblem, folder: Path | None = None, data: Any = None, heldout: Any = None
 ) -> Results:
     """A plan as results; `problem` has the held-out data that it was scored with, `folder` is where the plan is, `data`
@@ -64,7 +64,7 @@ def outcome(
         "plan": noted,
         "removed_modules": plan.module_names(problem.scorer.anatomy),
         "warnings": warnings,
-        "headline": headline(plan, depth),
+        "headline": search_headline(plan, depth),
     }
     if folder is not None:
         given = data if isinstance(data, str | Path) else plan.data.get("name") or "text.jsonl"
@@ -92,7 +92,7 @@ def scores_of(plan: Plan, tokens: int) -> list[Any]:
     return [tabulate(rows, removed=0, state="original")]
 
 
-def headline(plan: Plan, depth: int) -> dict[str, Finding]:
+def search_headline(plan: Plan, depth: int) -> dict[str, Finding]:
     """The findings of a plan for a model of `depth` layers, by name."""
     order = ", ".join(map(str, plan.blocks))
     if not plan.losses:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import read_document, reading, write_text
 from fulldepth.core.progress import Watcher
 from fulldepth.data.columns import CUT_OFF, END
-from fulldepth.data.conversations import document_start, encode_prompt, user_turn
+from fulldepth.data.conversations import Message, document_start, encode_pair, encode_prompt, user_turn
 from fulldepth.data.mixture import Mixture
 from fulldepth.data.tokens import decode_ids, plain_ids
 from fulldepth.settings import Settings
@@ -226,21 +226,32 @@ class OwnText:
         rows: list[dict[str, Any]] = []
         for number, ids in zip(kept, answers, strict=True):
             body, end = self._split(ids)
-            if not self._text(body, skip_special_tokens=True).strip():
-                continue
-            row = {
-                "number": number,
-                "prompt": messages[number],
-                "response": [{"role": "assistant", "content": self._text(body)}],
-                CUT_OFF: not end,
-            }
-            rows.append(row | ({END: self._text(end)} if end else {}))
+            row = self._answered(messages[number], body, end)
+            while row is not None and (excess := self._size(row) - self.length) > 0:
+                body = body[:-excess]
+                row = self._answered(messages[number], body, [])
+            if row is not None:
+                rows.append({"number": number, **row})
         return rows, sum(map(len, [*questions, *answers]))
+
+    def _answered(self, prompt: list[Message], body: list[int], end: list[int]) -> dict[str, Any] | None:
+        """A conversation with the tokens `body` as the answer, without `end` cut off; None for an empty answer."""
+        if not self._text(body, skip_special_tokens=True).strip():
+            return None
+        response = [{"role": "assistant", "content": self._text(body)}]
+        ending = {END: self._text(end)} if end else {}
+        return {"prompt": prompt, "response": response, CUT_OFF: not end, **ending}
+
+    def _size(self, row: Mapping[str, Any]) -> int:
+        """Tokens of a conversation when it is read: text can have more tokens than those it was written with."""
+        (message,) = row["response"]
+        options = {"cut_off": row[CUT_OFF], "end": row.get(END)}
+        return sum(map(len, encode_pair(self.subject.tokenizer, row["prompt"], message, **options)))
 
     def _continued(
         self, starts: Sequence[Sequence[int]], limits: Sequence[int], numbers: Sequence[int], part: int
     ) -> list[list[int]]:
-        """What the model writes behind the starts of the rows with these numbers."""
+        """Continue the starts of the rows with these numbers."""
         return continuations(
             self.subject.model,
             starts,

@@ -72,9 +72,9 @@ class PlannedData(TypedDict, total=False):
     warnings: list[str]
     """Of reading them."""
     heldout_rows: RowHashes
-    """`rows_of` the held-out examples."""
+    """Hashes of the held-out examples (`hashes_of_rows`)."""
     healed_rows: RowHashes
-    """In the folder of a healed model: `rows_of` the examples that weights were fitted on, and that chose ridges."""
+    """In the folder of a healed model: hashes of the examples that weights were fitted on, and that chose ridges."""
 
 
 @pydantic.with_config(extra="allow")
@@ -400,7 +400,7 @@ def listed_rows(plan: Plan, entry: str = ENTRY) -> set[str]:
     return {listed[start : start + DIGITS] for start in range(0, len(listed), DIGITS)}
 
 
-def rows_of(examples: Iterable[Example]) -> str:
+def hashes_of_rows(examples: Iterable[Example]) -> str:
     """The entry `heldout_rows` of a plan: sorted hashes of the distinct rows, without separators."""
     return "".join(sorted({row_of(example) for example in examples}))
 

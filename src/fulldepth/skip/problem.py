@@ -54,7 +54,7 @@ class SearchProblem:
         Raises:
             FulldepthError: as `search`.
         """
-        check_target(settings, subject.anatomy.num_layers)
+        check_search_target(settings, subject.anatomy.num_layers)
         examples = read_data(subject, data, settings, heldout=heldout)
         chunks = split(examples, settings)
         anatomy = subject.prove({name: rows[:2] for name, rows in chunks[0][0].inputs.items()}).anatomy
@@ -175,7 +175,7 @@ def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:
     return [make_batches([heldout[i] for i in part], settings.batch_size) for part in np.array_split(order, count)]
 
 
-def check_target(settings: SearchSettings, depth: int) -> None:
+def check_search_target(settings: SearchSettings, depth: int) -> None:
     """Check before data are read that the settings say how much to remove, and name layers that a model can have.
 
     Raises:

@@ -29,7 +29,7 @@ GATES = {"attention": ("b_att",), "mlp": ("b_mlp",), "layer": ("b_att", "b_mlp")
 """Part -> the factors that switch it off at 0."""
 
 
-def rank(
+def rank_blocks(
     loss_cache: LossCache,
     search: str,
     goal: Goal,

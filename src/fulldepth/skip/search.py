@@ -28,11 +28,11 @@ from fulldepth.skip.exports.formats import export_obstacle
 from fulldepth.skip.fit import fit, fit_options
 from fulldepth.skip.goal import Goal, goal_of, measured
 from fulldepth.skip.loss_cache import PROGRESS, LossCache
-from fulldepth.skip.outcome import KIND, outcome
+from fulldepth.skip.outcome import KIND, search_results
 from fulldepth.skip.own_text import names_own, with_own_text
-from fulldepth.skip.plan import ENTRY, FILE, SCHEMA_VERSION, Factors, Loss, Plan, name_of, rows_of
+from fulldepth.skip.plan import ENTRY, FILE, SCHEMA_VERSION, Factors, Loss, Plan, hashes_of_rows, name_of
 from fulldepth.skip.problem import SearchProblem, open_for_search
-from fulldepth.skip.rankings import rank
+from fulldepth.skip.rankings import rank_blocks
 from fulldepth.skip.responses import FILE as RESPONSES
 from fulldepth.skip.responses import Sampling, respond
 
@@ -115,7 +115,7 @@ def search(
                 plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
                 complete = folder is not None and all((folder / name).exists() for name in (DOCUMENT, PAGE))
                 if folder is not None and process.is_main and not complete:
-                    outcome(plan, problem, folder, data, heldout).save(folder, watcher=watcher)
+                    search_results(plan, problem, folder, data, heldout).save(folder, watcher=watcher)
         process.wait()
     return plan
 
@@ -211,7 +211,7 @@ def search_with(
             "scalars": healed["scalars"] if healed else {},
             "data": {
                 **problem.examples.meta,
-                ENTRY: rows_of(problem.examples.heldout),
+                ENTRY: hashes_of_rows(problem.examples.heldout),
                 **({"tokenizer": settings.tokenizer} if settings.tokenizer else {}),
                 **({"responses": dict(responses)} if responses else {}),
             },
@@ -236,7 +236,7 @@ def _choose(
     """
     if settings.search not in ("greedy", "exact"):
         given = settings.given
-        return rank(loss_cache, settings.search, goal, seed=settings.seed, given=given, scores=scores), [], []
+        return rank_blocks(loss_cache, settings.search, goal, seed=settings.seed, given=given, scores=scores), [], []
     picks, rounds = eliminate(
         loss_cache,
         goal,

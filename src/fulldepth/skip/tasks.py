@@ -33,7 +33,7 @@ class TaskReading(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """What healing leaves of the change by removal."""
+        """The healed model's score minus the original's."""
         return self.healed - self.original
 
     @property

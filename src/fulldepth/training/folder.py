@@ -21,7 +21,7 @@ from fulldepth.core.files import Fingerprint, atomic, locked, read_json, reading
 from fulldepth.core.progress import Watcher
 from fulldepth.data import ORDER
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.readers import prove
+from fulldepth.execution.readers import prove_export
 from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import (
     UNFINISHED,
@@ -40,8 +40,8 @@ from fulldepth.hf import (
     settle_checkpoints,
 )
 from fulldepth.hf.checkpoint_folder import (
-    check_free,
-    check_target,
+    check_disk_space,
+    check_output_path,
     folder_to_be,
     publish_older_names,
     strip_foreign_code,
@@ -317,7 +317,7 @@ def check_disk(model: PreTrainedModel, settings: TrainSettings, folder: Path, ch
     if keep is not None:  # a new checkpoint is complete before an old one is removed
         count = min(count, max(1, keep + 1 - len(sealed_checkpoints(folder))))
     size = sum(p.numel() * p.itemsize * (1 + 2 * p.requires_grad) for p in model.parameters())
-    check_free(
+    check_disk_space(
         folder,
         count * size,
         f"Checkpoints with weights and optimiser: {count} x {size / 1e9:.2f} GB. Keep fewer (keep_checkpoints=1, "
@@ -388,7 +388,7 @@ def export_run(
     if step is not None and step not in checkpoints:
         steps = ", ".join(map(str, list(checkpoints)[-8:]))
         raise FulldepthError(f"{run} has no complete checkpoint-{step}; the last ones are of steps {steps}.")
-    check_target(target)
+    check_output_path(target)
     checkpoint = checkpoints[max(checkpoints) if step is None else step]
     if tokenizer := find_tokenizer(checkpoint):
         load_tokenizer(tokenizer)  # refuses damaged files, which would be copied
@@ -420,7 +420,7 @@ def _write_stock(checkpoint: Path, folder: Path, dtype: str | None) -> None:
     as_stock(model).save_pretrained(folder)
     publish_older_names(folder)
     strip_foreign_code(folder, carries_code=False)
-    prove(folder, inputs, expected, TOLERANCE[expected.dtype], "stock")
+    prove_export(folder, inputs, expected, TOLERANCE[expected.dtype], "stock")
 
 
 @contextmanager

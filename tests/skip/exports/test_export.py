@@ -137,7 +137,7 @@ def test_a_depth_llama_that_no_stock_class_computes_is_folded_in_its_own_class(n
         with refused("Use --format folded"):
             export(plan, model, format, tmp_path / f"other{FORMATS[format].suffix or ''}")
     if name != "kv":
-        monkeypatch.setattr(exporting, "prove", lambda *_: 0.0)
+        monkeypatch.setattr(exporting, "prove_export", lambda *_: 0.0)
     report = export(plan, model, "folded", tmp_path / "out")
     assert report.logit_error < 1e-6
     assert "fulldepth.skip.load" in (report.path / "README.md").read_text()
@@ -338,7 +338,7 @@ def test_what_cannot_be_is_refused(name, format, granularity, blocks, options, w
 
 def test_a_folder_that_appears_meanwhile_is_not_replaced_and_an_adapter_is_refused(tmp_path, monkeypatch):
     model, target = tiny_models.build("llama"), tmp_path / "out"
-    monkeypatch.setattr(exporting, "prove", lambda *_: target.mkdir() or 0.0)
+    monkeypatch.setattr(exporting, "prove_export", lambda *_: target.mkdir() or 0.0)
     with refused("exists already"):
         export(planned.plan(model), model, "folded", target)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

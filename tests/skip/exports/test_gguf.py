@@ -361,7 +361,7 @@ def test_a_healing_whose_file_fails_is_kept_and_only_the_file_is_made_again(tmp_
     drawn = token_ids(40, 12, seed=1, most=300).tolist()
     rows = [Example.of(ids, 1, len(ids), document=number) for number, ids in enumerate(drawn)]
     texts = Examples(rows[:30], rows[30:], {"hash": "sha256:" + "1" * 64, "name": "texts", "kind": "text"})
-    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove_export", lambda *_: 0.0)
     heal(plan, path, texts, tmp_path / "whole", steps=0, gguf=str(small))
     with monkeypatch.context() as failing:
         failing.setattr(

@@ -112,7 +112,7 @@ def test_a_gguf_file_that_cannot_be_written_is_refused_before_the_fit(
     if (free := options.pop("free", None)) is not None:
         usage = SimpleNamespace(free=free)
         monkeypatch.setattr("fulldepth.hf.checkpoint_folder.shutil.disk_usage", lambda _: usage)
-        monkeypatch.setattr("fulldepth.skip.heal.check_free", lambda *_: None)
+        monkeypatch.setattr("fulldepth.skip.heal.check_disk_space", lambda *_: None)
     with refused(words):
         heal(plan, path, texts(), tmp_path / "made", **options | {"gguf": str(tmp_path / options["gguf"])})
     assert [file.name for file in tmp_path.iterdir()] == ["in"]
@@ -130,7 +130,9 @@ def loaded_again(folder, ids, expected, _, reader, __):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_can_be_exported_is_tried_and_not_refused(family, tmp_path, monkeypatch):
     tried = []
-    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *given: tried.append(loaded_again(*given)) or 0.0)
+    monkeypatch.setattr(
+        "fulldepth.skip.exports.export.prove_export", lambda *given: tried.append(loaded_again(*given)) or 0.0
+    )
     model = deep(family)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     for format, granularity in FORMATS:

@@ -56,7 +56,7 @@ def test_a_model_that_the_export_loaded_is_dropped_before_the_check(tmp_path, mo
         return checkpoint
 
     monkeypatch.setattr(exporting, "open_checkpoint", watched)
-    monkeypatch.setattr(exporting, "prove", lambda *_: alive.append(loaded[0]()) or 0.0)
+    monkeypatch.setattr(exporting, "prove_export", lambda *_: alive.append(loaded[0]()) or 0.0)
     export(planned.plan(model), tmp_path / "model", "decilm", tmp_path / "out")
     assert alive[0] is None
 

@@ -16,7 +16,7 @@ from fulldepth.core.errors import FulldepthError, names_of, unknown
 from fulldepth.execution.decoding.loops import decode
 from fulldepth.execution.decoding.options import Options
 from fulldepth.execution.decoding.session import DecodingSession, Stats
-from fulldepth.execution.latency import check_positions
+from fulldepth.execution.latency import check_prompt_fits
 from fulldepth.execution.layer_runner import LayerRunner, decoding_runner, positions
 from fulldepth.execution.verify import prove
 from fulldepth.hf import CACHE_NAMES, Anatomy, cache_in, device_of, evaluating
@@ -174,7 +174,7 @@ class Decoder:
         mask = torch.ones_like(input_ids) if mask is None else mask.long()
         _check(mask, generation_config, prepared)
         rows, prompt = input_ids.shape
-        check_positions(self.anatomy, prompt, int(generation_config.max_length) - prompt)
+        check_prompt_fits(self.anatomy, prompt, int(generation_config.max_length) - prompt)
         if rows > 1 and speculate_from is not None:
             raise FulldepthError(f"speculate_from drafts for one sequence, not {rows}; generate one prompt at a time.")
         session = DecodingSession(

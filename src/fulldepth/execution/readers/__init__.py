@@ -39,7 +39,7 @@ class NotLoadedError(FulldepthError):
     """A reader could not load the checkpoint."""
 
 
-def read(
+def read_export(
     folder: Path, inputs: Tensor | Mapping[str, Tensor], reader: str, device_map: str | None = None
 ) -> tuple[Tensor, ReaderReport]:
     """Load a checkpoint in a fresh process, without this package.
@@ -85,7 +85,7 @@ def read(
             return logits, ReaderReport.model_validate_json(process.stdout.splitlines()[-1], strict=True)
 
 
-def prove(
+def prove_export(
     folder: Path,
     inputs: Tensor | Mapping[str, Tensor],
     expected: Tensor,
@@ -97,7 +97,7 @@ def prove(
 
     Args:
         folder: the checkpoint.
-        inputs: as for `read`.
+        inputs: as for `read_export`.
         expected: logits of the model in this process, or its last hidden state.
         allowed: largest error, relative to the largest logit.
         reader: one of `READERS`.
@@ -110,7 +110,7 @@ def prove(
         NotLoadedError: if the checkpoint does not load, or loads as another class.
         FulldepthError: if the logits differ by more than `allowed`, or differ with a cache.
     """
-    logits, report = read(folder, inputs, reader, device_map)
+    logits, report = read_export(folder, inputs, reader, device_map)
     error = relative_error(logits.clamp(min=LOWEST) if reader == "llama.cpp" else logits, expected)
     if not error <= allowed:
         raise FulldepthError(

@@ -26,7 +26,7 @@ from fulldepth.architectures import SKIPPED, TESTED_TRANSFORMERS, DeciLMForCausa
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import read_document, read_json
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.readers import LOWEST, prove
+from fulldepth.execution.readers import LOWEST, prove_export
 from fulldepth.execution.stream import relative_error
 from fulldepth.hf import (
     Anatomy,
@@ -40,8 +40,8 @@ from fulldepth.hf import (
 from fulldepth.hf.asked_outputs import asked_outputs, restore_outputs
 from fulldepth.hf.checkpoint_folder import (
     LARGE,
-    check_free,
-    check_target,
+    check_disk_space,
+    check_output_path,
     count_parameters,
     folder_to_be,
     generation_settings,
@@ -61,7 +61,7 @@ from fulldepth.settings import Settings
 from fulldepth.settings.exit import file_size
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import ExportSettings
-from fulldepth.skip.exports.fold import logits, probes, rounding_error, scaled_logits
+from fulldepth.skip.exports.fold import original_logits, probes, rounding_error, scaled_logits
 from fulldepth.skip.exports.formats import FORMATS, Draft, Format, check_format, known_format
 from fulldepth.skip.exports.formats.format import WARNING
 from fulldepth.skip.exports.formats.gguf import source_of
@@ -244,7 +244,7 @@ def _export(
     file_format = FORMATS[known_format(format)]
     single = file_format.suffix is not None
     most_bytes = settings.shard_size if isinstance(settings.shard_size, int) else file_size(settings.shard_size)
-    check_target(target, file_format.suffix)
+    check_output_path(target, file_format.suffix)
     settings.check_effect(format=format)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     hub: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
@@ -266,7 +266,7 @@ def _export(
             size = part.stat().st_size
         return Export(format, target, None, parameters_left(stock, plan), size, file_format.verified, tuple(notes))
     saved_tokenizer = chosen_tokenizer(settings, tokenizer)
-    check_free(target, file_format.least_bytes(stock, plan, settings.gguf_type))
+    check_disk_space(target, file_format.least_bytes(stock, plan, settings.gguf_type))
     if not single and isinstance(saved_tokenizer, str | Path):
         load_tokenizer(saved_tokenizer, **hub)  # a wrong name is refused before the weights are written
     if not is_trial and size_of(loaded) >= LARGE:
@@ -309,7 +309,7 @@ def _export(
         notes += save_tokenizer(saved_tokenizer, (plan.data.get("tokenizer"), source, plan.model.name), part, **hub)
         publish_older_tokenizer(part)
         strip_foreign_code(part, carries_code=reader == "carried")
-        logit_error = prove(part, ids, expected, allowed, reader, reader_map)
+        logit_error = prove_export(part, ids, expected, allowed, reader, reader_map)
         parameters = count_parameters(part)
         document = {
             "schema_version": SCHEMA_VERSION,
@@ -353,11 +353,11 @@ def prove_file(path: Path, ids: Tensor, expected: Tensor, allowed: float) -> tup
     """
     if find_spec("xllamacpp") is not None:
         after = expected[:, -1].float().log_softmax(-1).clamp(min=LOWEST)
-        return prove(path, ids, after, allowed, "llama.cpp"), True
+        return prove_export(path, ids, after, allowed, "llama.cpp"), True
     if read_header(path).architecture == "deci":
         return None, False
     model, _ = load_gguf_model(path, load_gguf_config(path), AutoModelForCausalLM, dtype=expected.dtype)
-    error = relative_error(logits(find_anatomy(model), ids), expected)
+    error = relative_error(original_logits(find_anatomy(model), ids), expected)
     if not error <= allowed:
         raise FulldepthError(f"The export is dropped: read again, its logits miss the plan's by {error:.1e}.")
     return error, False

@@ -129,7 +129,7 @@ def fold(model: PreTrainedModel, plan: Plan) -> Folding:
         )
     plan.check_model(model)
     anatomy = find_anatomy(model)
-    folding = prepare(anatomy, plan)
+    folding = prepare_folding(anatomy, plan)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for parameter, name in {parameters[name]: name for name in folding.changes}.items():
@@ -138,7 +138,7 @@ def fold(model: PreTrainedModel, plan: Plan) -> Folding:
     return folding
 
 
-def prepare(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Folding:
+def prepare_folding(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Folding:
     """Compute the changes of a folding and measure their error; the model itself does not change.
 
     A branch has its new weights only during its forward pass, so that those of one branch are in memory at a time.
@@ -158,7 +158,7 @@ def prepare(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Foldi
     eps = f"The norms' eps is added to a stream of another scale; the rest is rounding in {anatomy.model.dtype}."
     kind, cause = ("healed", eps) if heals(plan) else ("skipping", "There are no scalars to fold.")
     with in_use(changes.values()):
-        folded_logits = logits(anatomy, ids)
+        folded_logits = original_logits(anatomy, ids)
     expected = scaled_logits(anatomy, plan, ids)
     error = relative_error(folded_logits, expected)
     if not error <= (MOST[expected.dtype] if most is None else most):
@@ -290,7 +290,7 @@ def probes(anatomy: Anatomy) -> Tensor:
 
 
 @torch.no_grad()
-def logits(anatomy: Anatomy, ids: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+def original_logits(anatomy: Anatomy, ids: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
     """[B, T, V] logits of the model in evaluation mode, on the CPU; nothing is padding.
 
     Args:
@@ -318,7 +318,7 @@ def scaled_logits(anatomy: Anatomy, plan: Plan, ids: Tensor, folded: Mapping[str
     if plan.scalars and not folded:
         scalars = Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(device_of(anatomy.model))
     with skipping(anatomy, plan.removed, plan.granularity, scalars=scalars):
-        return logits(anatomy, ids, folded)
+        return original_logits(anatomy, ids, folded)
 
 
 def rounding_error(

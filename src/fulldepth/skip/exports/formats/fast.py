@@ -13,7 +13,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import Anatomy
 from fulldepth.hf.scalars import GRANULARITIES, ROLES
-from fulldepth.skip.exports.fold import Folding, heals, prepare
+from fulldepth.skip.exports.fold import Folding, heals, prepare_folding
 from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
 from fulldepth.skip.exports.formats.format import Format, code_note
 from fulldepth.skip.plan import Plan
@@ -49,7 +49,7 @@ class Fast(Format):
         """The folding, unless the class keeps the scalars; any error is accepted, because `write` corrects the eps."""
         if self.keeps_scalars(anatomy.model) and heals(plan):
             return Folding.unscaled(anatomy, "The scalars stay outside the weights.")
-        return prepare(anatomy, plan, most=math.inf)
+        return prepare_folding(anatomy, plan, most=math.inf)
 
     def tolerance(self, folding: Folding, dtype: torch.dtype) -> float:
         """The tolerance of rounding alone: the eps of the class's norms follows the scale of the stream."""

@@ -20,7 +20,7 @@ from fulldepth.hf import Anatomy, cut_config, first_layers, is_offloaded, withou
 from fulldepth.hf.gguf import SCALED_BY_WIDTH
 from fulldepth.hf.scalars import GRANULARITIES, ROLES
 from fulldepth.hf.stream_scale import write_stream_scale
-from fulldepth.skip.exports.fold import Folding, heals, prepare
+from fulldepth.skip.exports.fold import Folding, heals, prepare_folding
 from fulldepth.skip.exports.formats.checkpoint import Draft, carries_code, save
 from fulldepth.skip.plan import Plan
 
@@ -81,7 +81,7 @@ class Format(ABC):
             FulldepthError: if they cannot be folded.
         """
         if self.keeps_removed or heals(plan):
-            return prepare(anatomy, plan)
+            return prepare_folding(anatomy, plan)
         return Folding.unscaled(anatomy, "There are no scalars to fold.")
 
     def least_bytes(self, anatomy: Anatomy, plan: Plan, gguf_type: str | None) -> int:
