@@ -217,7 +217,7 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, source, tmp_path, mo
     monkeypatch.setattr(
         "fulldepth.skip.exports.export.prove_export", lambda *_: 0.0
     )  # a fresh process, tested with exports
-    monkeypatch.setattr("fulldepth.exit.elastic.prove", lambda *_: 0.0)
+    monkeypatch.setattr("fulldepth.exit.elastic.prove_export", lambda *_: 0.0)
     for name in ("model.gguf", "my-llama", "my-tokenizer", "texts", "authors", "shapes"):
         (tmp_path / name).symlink_to(source / name)
     if page != "README.md":  # its first command writes them
