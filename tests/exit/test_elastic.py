@@ -79,7 +79,7 @@ def test_a_damaged_tokenizer_is_not_copied(tmp_path, without_fresh_process):
 
 
 def test_a_model_that_cannot_be_cut_is_refused_before_it_is_measured(tmp_path, texts, monkeypatch):
-    monkeypatch.setattr("fulldepth.exit.elastic.read", lambda *_: pytest.fail("the model was measured first"))
+    monkeypatch.setattr("fulldepth.exit.elastic.read_exits", lambda *_: pytest.fail("the model was measured first"))
     options = {"effective_depth": 0.1, "data": texts, "tokenizer": tokenizer()}
     with refused("embed_tokens_per_layer"):
         exit.export_layers(zoo.build("gemma4_text", "causal-lm"), tmp_path / "x", **options)

@@ -59,7 +59,7 @@ def timeless(plan):
 def without_results(monkeypatch):
     """The results and the page beside a plan take longer than these searches; `test_run` has them."""
     saved = SimpleNamespace(save=lambda folder, watcher: None)
-    monkeypatch.setattr(sys.modules["fulldepth.skip.search"], "outcome", lambda *_, **__: saved)
+    monkeypatch.setattr(sys.modules["fulldepth.skip.search"], "search_results", lambda *_, **__: saved)
 
 
 def stopping(after):

@@ -45,7 +45,7 @@ def idle(monkeypatch):
     for place in (
         "skip.least_squares.heldout_losses",
         "skip.least_squares._heal",
-        "exit.elastic.read",
+        "exit.elastic.read_exits",
         "exit.elastic.truncated",
     ):
         monkeypatch.setattr(f"fulldepth.{place}", lambda *_: pytest.fail("the work was begun"))
@@ -66,7 +66,7 @@ def dropped(*_):
 @pytest.mark.parametrize("command", ["apply", "heal", "exit", "exit with data"])
 def test_an_export_that_would_be_dropped_is_refused_before_the_work(command, idle, tmp_path, monkeypatch):
     for module in ("skip.exports.export", "exit.elastic"):
-        monkeypatch.setattr(f"fulldepth.{module}.prove", dropped)
+        monkeypatch.setattr(f"fulldepth.{module}.prove_export", dropped)
     model, target, own = idle(deep("llama")), tmp_path / "new" / "made", {"tokenizer": tokenizer()}
     plan = planned.plan(model, [2, 5], "attention")
     runs = {
@@ -120,7 +120,7 @@ def test_a_gguf_file_that_cannot_be_written_is_refused_before_the_fit(
 
 @torch.no_grad()
 def loaded_again(folder, ids, expected, _, reader, __):
-    """`prove` in this process: the error of the logits of the model that was written."""
+    """`prove_export` in this process: the error of the logits of the model that was written."""
     model = load(folder) if reader == "carried" else AutoModelForCausalLM.from_pretrained(folder).eval()
     error = float((model(input_ids=ids).logits - expected).abs().max() / expected.abs().max())
     assert error < 1e-4
