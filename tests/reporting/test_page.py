@@ -18,7 +18,7 @@ from scipy import stats
 from fulldepth.core.errors import rounded
 from fulldepth.reporting import measured, render
 from fulldepth.reporting.page import compact_json, embedded_json, lens_samples, payload
-from fulldepth.reporting.phrases import figure_of, plus_minus, quantity, scaled, seconds, visible
+from fulldepth.reporting.phrases import figure_of, quantity, scaled, seconds, spread_of, visible
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.style import minus
 from fulldepth.reporting.tables import flatten, page_texts
@@ -94,13 +94,13 @@ def test_standard_errors_stand_beside_their_numbers():
 
 def test_a_number_has_as_many_decimals_as_its_error_and_no_exponent():
     def written(value, **entry):
-        return " ".join((*figure_of({"value": value, **entry}), plus_minus(entry))).strip()
+        return " ".join((*figure_of({"value": value, **entry}), spread_of(entry))).strip()
 
     assert written(0.0513, unit="%", standard_error=0.0056) == "0.051 % ± 0.0056"
     assert written(10.3, unit="%", standard_error=0.12) == "10.3 % ± 0.12"
     assert written(0.0071234, unit="1", standard_error=6.1e-5) == "0.00712  ± 0.000061"
     assert written(29.0, unit="layers", interval=[28.0, 29.0]) == "29 layers (28 to 29)"
-    assert (plus_minus({"standard_error": 1234.0}), plus_minus({"standard_error": math.nan})) == ("± 1,234", "")
+    assert (spread_of({"standard_error": 1234.0}), spread_of({"standard_error": math.nan})) == ("± 1,234", "")
     assert (rounded(51_234.5, "+.3g"), rounded(-0.12345, ".3g"), minus(-1234.5, "+.3g")) == (
         "+51,234",
         "-0.123",

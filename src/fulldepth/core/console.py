@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fulldepth.core import launch
-from fulldepth.core.errors import one_line, rounded
+from fulldepth.core.errors import one_line, plus_minus, rounded
 
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 
@@ -90,8 +90,8 @@ def _headline(results: Any) -> list[tuple[str, str, str]]:
         value = "-" if entry["value"] is None else rounded(entry["value"])
         if entry.get("interval") is not None:
             value += " ({} to {})".format(*map(rounded, entry["interval"]))
-        elif entry.get("standard_error") is not None:
-            value += f" ± {entry['standard_error']:.2g}"
+        else:
+            value = f"{value} {plus_minus(entry.get('standard_error'))}".rstrip()
         unit = entry.get("unit", "1")
         rows.append(
             (

@@ -255,7 +255,7 @@ def response_examples(
     truncate: bool = False,
     advice: str,
 ) -> tuple[list[Example], list[str]]:
-    """A sequence for each response, behind all that precedes it.
+    """A sequence for each response, behind all that precedes it, to be measured or searched with.
 
     Args:
         rows: document, location, and the example of `read_conversations`, of each row.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fulldepth.core.errors import plus_minus
 from fulldepth.core.uncertainty import GROUPS, advisable
 from fulldepth.evaluation.scoring import Score, Scored
 from fulldepth.metrics.standard_errors import Mean
@@ -157,5 +158,6 @@ def _earliest(curve: TaskCurve) -> Finding:
 
 
 def _shown(score: Score) -> str:
-    error = "" if score.error is None else f" ± {score.error:.3f}"
-    return f"{score.value:.3f}{error}" if abs(score.value) < 1000 else f"{score.value:.4g}"
+    if abs(score.value) >= 1000:
+        return f"{score.value:.4g}"
+    return f"{score.value:.3f} {plus_minus(score.error, 3)}".rstrip()

@@ -106,7 +106,7 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
         candidates: anatomies to try, best guess first.
         inputs: a small batch for the whole model, as keyword arguments.
         optional: parts that may fail, out of `branches` and `head`: a verified stream without them is accepted if no
-            candidate has them, and `unproven` gives the reason. Parts from the table or the settings count as known.
+            candidate has them, and `unproven` gives the reason.
 
     Raises:
         FulldepthError: if the model fails or gives NaN, no candidate passes the tests, with the reasons, or exit heads

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.core.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError, plus_minus
 from fulldepth.core.progress import Watcher
 from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import advisable, sample
@@ -177,13 +177,13 @@ def no_advice(subject: Subject, readings: Readings) -> str | None:
     full = readings.full
     if advisable(lead.value, lead.error):
         return None
-    error = "" if full.error is None else f" ± {100 * full.error:.1f}"
+    right = f"{100 * full.value:.1f} {plus_minus(full.error and 100 * full.error, 1)}".rstrip()
     what = ("answering", "class") if subject.anatomy.classifies else ("predicting", "token")
     chance = float(readings.frequent.mean())
     constant = f"not measurably more than always {what[0]} the most frequent {what[1]} ({chance:.1%})"
     if lead.error is None:
         constant = "and the data give no standard error"
-    return f"The full model is right on {100 * full.value:.1f}{error} %, {constant}: nothing is advised."
+    return f"The full model is right on {right} %, {constant}: nothing is advised."
 
 
 @torch.no_grad()

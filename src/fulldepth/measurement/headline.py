@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
+from fulldepth.core.errors import plus_minus
 from fulldepth.core.thresholds import COPY, NOISE
 from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, measurable, plural
 from fulldepth.data.batches import Sequences
@@ -123,7 +124,7 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
 def _linear_gain(gain: float, error: float, last: int) -> Finding:
     """Finding on the accuracy of the linear lens in layers 1 to `last`, less that of the plain lens."""
     layers = f"1 to {last}" if last > 1 else "1"
-    amount = f"{100 * gain:.1f} ± {100 * error:.2g} %" if math.isfinite(error) else f"{100 * gain:.1f} %"
+    amount = f"{100 * gain:.1f} {plus_minus(100 * error)}".rstrip() + " %"
     if not measurable(gain, error)[0]:
         sentence = f"No measurable difference between linear and plain lens in early layers ({layers}): {amount}."
     elif gain > 0:
@@ -141,7 +142,7 @@ def _jump(value: float, error: float, layer: int, is_last: bool) -> Finding:
     noise = error if math.isfinite(error) else 0.0
     if 0 < value <= SIGNIFICANT * noise:
         subject = "The last layer displaces" if is_last else f"From layer {layer} on, no layer displaces"
-        amount = f"(jump rate {value:.2g} ± {error:.2g} %)"
+        amount = f"(jump rate {value:.2g} {plus_minus(error)} %)"
         sentence = f"{subject} no more than the one before by any measurable amount {amount}."
     elif is_last:
         sentence = describe_jump(value, noise)

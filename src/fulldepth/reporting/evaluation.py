@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from fulldepth.core.errors import plus_minus
 from fulldepth.reporting.charts import Figure, Line, alone, overlay, readings
 from fulldepth.reporting.draw import add_level
 from fulldepth.reporting.exits import export_of
@@ -73,7 +74,7 @@ class TaskScores:
         text = cell(value, "percent" if self.is_share else "{:.4g}")
         if None in (value, error):
             return text
-        return f"{text} ± " + (f"{100 * error:.1f}" if self.is_share else f"{error:.2g}")  # type: ignore[operator]
+        return f"{text} {plus_minus(100 * error, 1) if self.is_share else plus_minus(error)}"  # type: ignore[operator]
 
 
 def tasks_of(table: pd.DataFrame, described: Meta | None, layers: int) -> list[TaskScores]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textwrap import wrap
 
-from fulldepth.core.errors import rounded
+from fulldepth.core.errors import plus_minus
 from fulldepth.reporting.charts import Figure, readings
 from fulldepth.reporting.draw import Drawn, chart, points, value_axis
 from fulldepth.reporting.measured import PageFinding
@@ -27,7 +27,7 @@ def tests_table(source: PageSource) -> Table:
         cells = {name: quantity(test.get(name), unit) for name in ("value", "against") if test.get(name) is not None}
         mean, spread, claim = (test.get(name) for name in ("difference", "deviation", "claim"))
         if mean is not None:
-            cells["difference"] = minus(mean, "+.3g") + ("" if spread is None else f" ± {rounded(spread, '.2g')}")
+            cells["difference"] = f"{minus(mean, '+.3g')} {plus_minus(spread)}".rstrip()
         if ends := test.get("interval"):
             cells["interval"] = " to ".join(minus(end, "+.3g") for end in ends)
         if claim:

@@ -8,9 +8,9 @@ from pathlib import PurePosixPath
 
 from fulldepth.reporting.phrases import (
     figure_of,
-    plus_minus,
     quantity,
     short,
+    spread_of,
     visible,
 )
 from fulldepth.reporting.source import PageSource
@@ -98,7 +98,7 @@ def comparison_table(source: PageSource) -> Table:
         for name, (title, _) in page_texts()["headlines"].items():
             number = headline.get(name, {})
             digits, unit = figure_of(number, depth)
-            spread = plus_minus(number)
+            spread = spread_of(number)
             parts = (digits, unit, spread) if number.get("interval") else (digits, spread, unit)
             cells[title] = " ".join(filter(None, parts))
         models.append((entry, cells))

@@ -39,11 +39,11 @@ from fulldepth.reporting.phrases import (
     dotted,
     percent,
     plain_text,
-    plus_minus,
     scaled,
     seconds,
     short,
     size,
+    spread_of,
     visible,
 )
 from fulldepth.reporting.source import PageSource
@@ -134,7 +134,7 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
             {"stack": stack, **strip} for stack, facts in strips.items() if (strip := story.profile(facts))
         ],
         "cards": [
-            dict(zip(CARD, (*finding.card, plus_minus(finding.entry)), strict=True))
+            dict(zip(CARD, (*finding.card, spread_of(finding.entry)), strict=True))
             for finding in findings
             if finding.card
         ],

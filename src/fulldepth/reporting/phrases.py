@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fulldepth.core.errors import rounded
+from fulldepth.core.errors import plus_minus, rounded
 from fulldepth.core.uncertainty import counted
 from fulldepth.reporting.source import number
 from fulldepth.reporting.style import is_invisible, minus
@@ -67,15 +67,11 @@ def _decimals(entry: Mapping[str, Any]) -> int:
     return -math.floor(math.log10(error)) if error is not None and 0 < error < 1 else 0
 
 
-def plus_minus(entry: Mapping[str, Any]) -> str:
+def spread_of(entry: Mapping[str, Any]) -> str:
     """The standard error of a headline's number, `± 0.0043`, or its interval, `(24 to 30)`; empty if there is none."""
     if interval := entry.get("interval"):
         return "({} to {})".format(*(rounded(end, ".4g") for end in interval))
-    error = number(entry.get("standard_error"))
-    if error is None:
-        return ""
-    text = rounded(error, ".2g")
-    return f"± {error:.{_decimals(entry) + 1}f}" if "e-" in text else f"± {text}"
+    return plus_minus(number(entry.get("standard_error")))
 
 
 def quantity(value: Any, unit: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from fulldepth.core.errors import plus_minus
 from fulldepth.reporting import measured
 from fulldepth.reporting.charts import Figure, readings
 from fulldepth.reporting.draw import Drawn, chart, legend_entry, points, value_axis
@@ -20,7 +21,6 @@ from fulldepth.reporting.measured import PageFinding
 from fulldepth.reporting.phrases import (
     dotted,
     figure_of,
-    plus_minus,
     quantity,
     short,
     size,
@@ -436,7 +436,7 @@ def decoding(folders: Sequence[SkipPart]) -> list[str]:
 
 def signed_loss(added: float, error: float | None) -> str:
     """A difference of losses as text, with its standard error if known."""
-    return f"{minus(added, '+.4f')} {plus_minus({'standard_error': error})}".rstrip()
+    return f"{minus(added, '+.4f')} {plus_minus(error)}".rstrip()
 
 
 def with_error(added: float, error: float | None) -> str:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fulldepth.core.errors import plus_minus
 from fulldepth.core.thresholds import FEEDS, IDLE, LARGE_JUMP, degrees
 from fulldepth.core.uncertainty import measurable
-from fulldepth.reporting.phrases import plus_minus, short
+from fulldepth.reporting.phrases import short
 from fulldepth.reporting.source import PageSource, curve_of, num_layers, rows_of_stack
 from fulldepth.reporting.style import SEQUENTIAL, layer_axis
 
@@ -163,7 +164,7 @@ def _last(facts: Facts) -> str:
     median, median_error = facts.median
     if math.isnan(last + error) or not median > 0:
         return ""
-    amount = f"{last:.3f} {plus_minus({'standard_error': error})} ({degrees(last):.0f} degrees)"
+    amount = f"{last:.3f} {plus_minus(error)} ({degrees(last):.0f} degrees)"
     middle = f"the median layer ({median:.3f}, {degrees(median):.0f} degrees)"
     ratio = degrees(last) / degrees(median)
     if not facts.beyond(median, median_error, [facts.layers]):
@@ -177,7 +178,7 @@ def _last(facts: Facts) -> str:
         return sentence
     size = ": large" if jump > LARGE_JUMP else ": not large"
     size *= bool(measurable(jump - LARGE_JUMP, jump_error)[0])
-    return f"{sentence} Its jump rate is {jump:.1f} ± {jump_error:.2g} %{size}."
+    return f"{sentence} Its jump rate is {jump:.1f} {plus_minus(jump_error)} %{size}."
 
 
 def _effect(facts: Facts) -> str:
@@ -217,7 +218,7 @@ def _late(facts: Facts) -> str:
     error = facts.values("saturation", "standard_error_of_cumulative")[layer]
     if layer < 1 or not (share > 0 and measurable(share, error)[0]):
         return ""
-    return f"{100 * share:.0f} ± {100 * error:.1f} % of all predictions change in the last two layers."
+    return f"{100 * share:.0f} {plus_minus(100 * error)} % of all predictions change in the last two layers."
 
 
 def _early(facts: Facts) -> str:
@@ -284,7 +285,7 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
     effect = facts.effect("divergence_all")
     if not facts.displacement and not effect:
         return None
-    errors = {layer: plus_minus({"standard_error": error}) for layer, error in facts.errors.items()}
+    errors = {layer: plus_minus(error) for layer, error in facts.errors.items()}
     scale = math.log(HIGHEST / LOWEST)
     effect_scale = math.log(STRONGEST / WEAKEST)
     depths = range(1, facts.layers + 1)

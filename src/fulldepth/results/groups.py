@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from fulldepth.core.errors import FulldepthError, one_line, rounded, unknown
+from fulldepth.core.errors import FulldepthError, one_line, plus_minus, rounded, unknown
 from fulldepth.core.thresholds import BUSY
 from fulldepth.core.uncertainty import holm, paired_test, quantile
 from fulldepth.results import verdict
@@ -396,7 +396,7 @@ def _sentence(test: Mapping[str, Any], labels: Sequence[str]) -> str:
     low, high = test["interval"]
     value, against = (rounded(test[name]) for name in ("value", "against"))
     change = rounded(test["difference"], "+.3g")
-    spread = f"{change} ± {rounded(test['deviation'], '.2g')} (standard deviation)"
+    spread = f"{change} {plus_minus(test['deviation'])} (standard deviation)"
     interval = f"95 % interval {rounded(low, '+.3g')} to {rounded(high, '+.3g')}"
     p = f"p = {test['p']:.2g}"
     sign = test.get("claim")

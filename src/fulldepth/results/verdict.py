@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from fulldepth.core.errors import rounded
+from fulldepth.core.errors import plus_minus, rounded
 from fulldepth.core.uncertainty import FEWEST_CLUSTERS, FEWEST_DOCUMENTS, SIGNIFICANT, Difference, measurable
 from fulldepth.results.differences import Interval
 from fulldepth.results.document import Finding
@@ -184,7 +184,7 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
         elif not measurable([difference], [error])[0]:
             verdict = f"no measurable difference ({test}, at most {rounded(abs(difference) + spread, '.2g')})"
         else:
-            verdict = f"{test} difference {change} ± {rounded(error, '.2g')}"
+            verdict = f"{test} difference {change} {plus_minus(error)}"
         unit = "" if row["unit"] == "1" else f" {row['unit']}"
         sentence = (
             f"{number.title}: {rounded(row['value'], '.3g')}{unit} in {model['label']} against "

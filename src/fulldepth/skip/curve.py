@@ -16,6 +16,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 from fulldepth.core.distributed import Processes, processes
+from fulldepth.core.errors import plus_minus
 from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import quantile
 from fulldepth.data.examples import units
@@ -196,10 +197,8 @@ def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Fin
     held = units(plan.data)
     too_few = f"{end.documents} held-out {held}, and at least {FEWEST} are needed"
     interval = f"95 %: {rows['low']:.4f} to {rows['high']:.4f}" if "low" in rows else f"no interval: {too_few}"
-    error = "" if end.excess_error is None else f" ± {end.excess_error:.4f}"
-    leaves = (
-        f"The loss leaves a straight line after {end.straight_until} removed {part}, by {end.excess:+.4f}{error} nats"
-    )
+    excess = f"{end.excess:+.4f} {plus_minus(end.excess_error, 4)}".rstrip()
+    leaves = f"The loss leaves a straight line after {end.straight_until} removed {part}, by {excess} nats"
     if end.confidence is None:
         shape = f"No break point is stated: {too_few}."
     elif end.blocks is not None:

@@ -66,7 +66,7 @@ class Goal:
         return sum(self.gains.get(block, 0.0) for block in sorted(variant))
 
     def left(self, variant: Variant) -> float:
-        """Return the gain that is still needed; at most 0 once the goal is reached."""
+        """Return the gain that is still needed; 0 once the goal is reached, and `eliminate` ends there."""
         left = self.needed - self.gain(variant)
         return left if left > REACHED else 0.0
 

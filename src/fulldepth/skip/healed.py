@@ -22,7 +22,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, one_line, plus_minus
 from fulldepth.core.files import write_text
 from fulldepth.data.examples import units
 from fulldepth.execution import find_anatomy
@@ -212,11 +212,13 @@ def card_numbers(healing: Healing, tasks: Sequence[TaskReading] = ()) -> dict[st
     titles = {"original": "Held-out loss of the original", **NAMES}
     for label in losses.sums:
         added = losses.added(label)
-        gap = "" if label == "original" else f" ({added.mean:+.4f} ± {added.free_error:.4f})"
+        gap = "" if label == "original" else f" ({added.mean:+.4f} {plus_minus(added.free_error, 4)})"
         numbers[titles[label]] = f"{losses.mean(label):.4f}{gap} nats a token"
     if "control" in losses.sums:
         net = losses.added("trained", "control")
-        numbers["Net cost of removal, against the control"] = f"{net.mean:+.4f} ± {net.free_error:.4f} nats a token"
+        numbers["Net cost of removal, against the control"] = (
+            f"{net.mean:+.4f} {plus_minus(net.free_error, 4)} nats a token"
+        )
     about = f"{losses.count:,} tokens of {text_of(healing)}, which neither chose the blocks nor healed the model"
     return numbers | {"Held-out text": one_line(about, 300).replace("|", r"\|"), "Loss on other text": "unknown"}
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from fulldepth.core.errors import plus_minus
 from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import SIGNIFICANT
 from fulldepth.evaluation import EvaluateSettings, evaluate, load_tasks
@@ -45,7 +46,7 @@ class TaskReading(NamedTuple):
         elif abs(self.difference) <= SIGNIFICANT * self.error:
             verdict = f"no measurable difference, at most {abs(self.difference) + SIGNIFICANT * self.error:.3f}"
         else:
-            verdict = f"difference {self.difference:+.3f} ± {self.error:.3f}"
+            verdict = f"difference {self.difference:+.3f} {plus_minus(self.error, 3)}"
         return f"{scores} ({verdict}; {self.examples:,} examples)."
 
     def finding(self) -> Finding:
