@@ -45,6 +45,26 @@ def test_the_table_of_predictors_is_that_of_the_stored_groups():
             assert row.split("|")[column + 1].strip() == f"{np.mean(found):+.2f} ± {error:.2f}", (model, name)
 
 
+def test_the_table_of_text_to_heal_on_is_that_of_the_stored_runs():
+    lines = [json.loads(line) for line in (DOCS / "healing_text.jsonl").read_text().splitlines()]
+    table = (DOCS / "results.md").read_text().split("<!-- healing text -->")[1].split("<!-- end -->")[0]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
+    groups = {(line["target"], line["arm"]) for line in lines}
+    assert sorted((row[0], row[1]) for row in rows) == sorted(groups)
+    for target, arm, seeds, *cells in rows:
+        runs = [line for line in lines if (line["target"], line["arm"]) == (target, arm)]
+        assert int(seeds) == len({run["seed"] for run in runs}) == len(runs)
+        for name, cell in zip(head[3:], cells, strict=True):
+            if name in runs[0]["losses"]:
+                values, errors = zip(*[run["losses"][name] for run in runs], strict=True)
+            else:
+                scores = [run["tasks"][name] for run in runs]
+                values = [score["healed"] - score["original"] for score in scores]
+                errors = [score["error"] for score in scores]
+            error = errors[0] if len(runs) == 1 else np.std(values, ddof=1) / len(runs) ** 0.5
+            assert cell == f"{np.mean(values):+.3f} ± {error:.3f}", (target, arm, name)
+
+
 def test_the_log_states_what_healing_on_novels_lost():
     lines = [json.loads(line) for line in (DOCS / "healing_text.jsonl").read_text().splitlines()]
     (line,) = [run for run in lines if (run["target"], run["arm"], run["seed"]) == ("1.1", "novels", 0)]
