@@ -165,3 +165,35 @@ def test_a_benchmark_on_a_busy_machine_begins_with_the_reason_and_the_command(ma
     assert again.meta["settings"] == before
     assert not again.meta.get("next")
     assert "times" not in again.headline
+
+
+def test_several_files_are_one_argument_with_or_without_shares(main, house, tmp_path):
+    jsonl(tmp_path / "one.jsonl", *rows(12, 5))
+    jsonl(tmp_path / "two.jsonl", *rows(12, 6))
+    both = f"{tmp_path}/one.jsonl,{tmp_path}/two.jsonl"
+    shares = f"{tmp_path}/one.jsonl=0.25,{tmp_path}/two.jsonl=0.75"
+    for name, data, more in (("all", both, ()), ("shares", shares, ("--max-sequences", 16))):
+        options = ("--blocks", 1, "--no-fit", "--output", tmp_path / name, *more)
+        code, _, err = main("skip", "search", house / "model", "--data", data, *options)
+        assert code == 0, err
+    sources = read_json(tmp_path / "shares" / "plan.json")["data"]["name"]
+    assert "one.jsonl (3 rows) and two.jsonl (10 rows)" in sources.replace(str(tmp_path) + "/", "")
+    missing = f"{tmp_path}/one.jsonl=0.5,{tmp_path}/three.jsonl=0.5"
+    code, _, err = main("skip", "search", house / "model", "--data", missing, "--blocks", 1, "--output", tmp_path / "x")
+    assert code == 2
+    assert f"There is no file or folder {tmp_path}/three.jsonl." in err
+
+
+def test_a_folder_with_text_of_the_models_own_alone_can_be_searched_into(main, house, tmp_path):
+    """Such a folder stays where a search ended before its first loss, by an interruption or an error."""
+    command = ("skip", "search", house / "model", "--data", "own:text", "--max-sequences", 8, "--sequence-length", 16)
+    code, _, err = main(*command, "--blocks", 1, "--no-fit", "--output", tmp_path / "plan")
+    assert code == 0, err
+    own = ("own.json", "own.jsonl")
+    left = tmp_path / "left"
+    left.mkdir()
+    for name in own:
+        (left / name).write_bytes((tmp_path / "plan" / name).read_bytes())
+    code, _, err = main(*command, "--blocks", 1, "--no-fit", "--output", left, "--resume")
+    assert code == 0, err
+    assert read_json(left / "plan.json")["losses"] == read_json(tmp_path / "plan" / "plan.json")["losses"]

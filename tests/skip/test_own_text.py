@@ -261,3 +261,32 @@ def test_a_source_with_fewer_rows_than_its_share_is_said():
     pairs = [{"prompt": f"w{n}", "response": "w1"} for n in range(6)]
     read = read_examples(Mixture((pairs, [*pairs, *pairs])), tokenizer(), 64, limit=20)
     assert read.meta["warnings"][:1] == ["rows has 6 of the 10 rows that its share of the data asks for."]
+
+
+def test_what_cannot_be_written_is_refused_before_the_model_writes(tmp_path):
+    """Too short rows, rows beyond the model's positions, and shares of an unknown number of rows."""
+    with refused("Set a larger --sequence-length"):
+        with_own_text("own", subject(), settings(sequence_length=8), tmp_path, Watcher())
+    with refused("64 positions"):
+        with_own_text("own", subject(), settings(sequence_length=65), tmp_path, Watcher())
+    with refused("--max-sequences"):
+        with_own_text("own=0.5,a.jsonl=0.5", subject(), settings(rows=None), tmp_path, Watcher())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_template_that_writes_nothing_before_the_user_starts_with_a_document(tmp_path):
+    opened = subject("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    with_own_text("own:chat", opened, settings(), tmp_path, Watcher())
+    for row in rows_in(tmp_path):
+        question = sampled(opened.model, [BOS], (LENGTH - 1) // 2, {EOS}, (3, row["number"], 1))
+        text = opened.tokenizer.decode(question, skip_special_tokens=True).strip()
+        assert row["prompt"] == [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize("template", ["{% if messages[1] %}{{ raise_exception('one turn') }}{% endif %}", "{% for"])
+def test_documents_need_no_chat_template_that_works(template, tmp_path):
+    opened = subject(template)
+    with_own_text("own:text", opened, settings(), tmp_path, Watcher())
+    without = tmp_path / "without"
+    with_own_text("own:text", subject(), settings(), without, Watcher())
+    assert rows_in(tmp_path) == rows_in(without)

@@ -8,6 +8,7 @@ can also be set with `--set name=value`.
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -140,8 +141,8 @@ LOCAL = ("model", "original", "exports", "data", "heldout", "fit", "plan")
 ENDINGS = (".txt", ".jsonl", ".tsv", ".parquet", ".json", ".gguf", ".yaml")
 """Endings that mark a name as a file: names on the Hub do not have them."""
 OURS = [
-    *("results.*", "groups.parquet", "report.html", "plan.json", "progress.json", "settings.yaml", "responses.jsonl"),
-    *("answers", "steps", "measure", "search", "run", "tokenizer", "*.lock", ".*"),
+    *("results.*", "groups.parquet", "report.html", "plan.json", "progress.json", "settings.yaml", "responses.*"),
+    *("own.jsonl", "own.json", "answers", "steps", "measure", "search", "run", "tokenizer", "*.lock", ".*"),
 ]
 """Patterns of what commands write into an output folder."""
 
@@ -157,7 +158,8 @@ def check_arguments(values: Mapping[str, Any], results: bool) -> None:
         FulldepthError: names the path.
     """
     named = [value for key in LOCAL if (value := values.get(key)) is not None]
-    for argument in (argument for value in named for argument in (value if isinstance(value, list) else [value])):
+    given = [argument for value in named for argument in (value if isinstance(value, list) else [value])]
+    for argument in itertools.chain.from_iterable(map(_sources, given)):
         text = str(argument)
         is_path = isinstance(argument, Path) or text.startswith(("/", "./", "../")) or text.endswith(ENDINGS)
         if is_path and ":" not in text and not Path(text).exists():
@@ -172,6 +174,13 @@ def check_arguments(values: Mapping[str, Any], results: bool) -> None:
             f"{output} holds {len(names)} files or folders of something else ({one_line(', '.join(names), 200)}). "
             "Choose a new or empty folder."
         )
+
+
+def _sources(argument: Any) -> list[Any]:
+    """The names in an argument: sources of data with commas between them, and with shares (`a.jsonl=0.3`)."""
+    if not isinstance(argument, str) or "," not in argument or Path(argument).exists():
+        return [argument]
+    return [re.sub("=[0-9.eE+-]+$", "", name.strip()) for name in argument.split(",")]
 
 
 def at_home(value: Any) -> Any:

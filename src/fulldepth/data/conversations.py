@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -479,7 +480,8 @@ def document_start(tokenizer: Any) -> int | None:
     rendered = ""
     if tokenizer.chat_template:
         turns = [{"role": role, "content": PROBE} for role in ("user", "assistant", "user")]
-        rendered = _render(tokenizer, turns, "A conversation", answer=True)
+        with suppress(FulldepthError):  # a template that refuses such turns marks none
+            rendered = _render(tokenizer, turns, "A conversation", answer=True)
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     tokens = [token for name in names if isinstance(token := getattr(tokenizer, name, None), str) and token]
     unmarked = (token for token in tokens if rendered.count(token) < MARKS)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from fulldepth.core import launch
 from fulldepth.core.errors import FulldepthError, StoppedError, needing
 from fulldepth.core.files import locked
 from fulldepth.core.processor import has_bfloat16
@@ -80,6 +81,8 @@ def heal(
     Raises:
         FulldepthError: as `fulldepth.skip.refit` and `export`; if `output` exists, or peft is needed and not installed.
     """
+    if launch.world() > 1:
+        raise FulldepthError("skip heal runs in one process; start it without torchrun.")
     target = Path(output)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     if target.exists() and (results := finish_gguf(plan, model, target, settings)) is not None:

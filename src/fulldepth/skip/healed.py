@@ -224,10 +224,13 @@ def card_numbers(healing: Healing, tasks: Sequence[TaskReading] = ()) -> dict[st
 
 
 def text_of(healing: Healing) -> str:
-    """The name of the text that losses are of: that of `--heldout`, or else that of the data."""
+    """The name of the text that losses are of: that of `--heldout`, or else that of the data, of which some rows were
+    kept apart; how many rows the sources have says nothing of these.
+    """
     meta = healing.examples.meta
-    name = str((meta.get("heldout") or {}).get("name") or meta.get("name") or "the data")
-    return name.removeprefix("a seeded fifth of ")
+    heldout = str((meta.get("heldout") or {}).get("name") or "")
+    name = str(meta.get("name") or "the data") if heldout.startswith("a seeded fifth of ") or not heldout else heldout
+    return re.sub(r" \([\d,]+ rows\)", "", name)
 
 
 def healing_results(healing: Healing, plan: Plan, tasks: Sequence[TaskReading] = ()) -> Results:

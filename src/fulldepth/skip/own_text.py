@@ -23,7 +23,7 @@ from fulldepth.core.progress import Watcher
 from fulldepth.data.columns import CUT_OFF, END
 from fulldepth.data.conversations import Message, document_start, encode_pair, encode_prompt, user_turn
 from fulldepth.data.mixture import Mixture
-from fulldepth.data.tokens import decode_ids, plain_ids
+from fulldepth.data.tokens import check_positions, decode_ids, plain_ids
 from fulldepth.settings import Settings
 from fulldepth.settings.search import HeldoutSettings
 from fulldepth.skip.plan import differences
@@ -93,6 +93,8 @@ def with_own_text(data: Any, subject: Subject, settings: HeldoutSettings, folder
     if folder is None:
         raise FulldepthError("The model's own text is stored: name an output folder, or the own.jsonl of another one.")
     check_writes(subject.model, "write text of its own")
+    if mixture.shares is not None:
+        mixture.limits(settings.max_sequences)  # refuses shares of an unknown number of rows
     name = mixture.sources[places[0]]
     rows = mixture.limits(settings.max_sequences or ROWS)[places[0]]
     assert rows is not None, "the number of rows is given"
@@ -130,6 +132,12 @@ class OwnText:
         if kind == "text" and document_start(tokenizer) is None:
             raise FulldepthError("The tokenizer has no token that starts a document, so the model cannot begin a text.")
         length = settings.sequence_length or min(LENGTH, subject.anatomy.max_positions or LENGTH)
+        check_positions(length, subject.anatomy.max_positions)
+        if kind == "text" and length <= LEAST_TOKENS:
+            raise FulldepthError(
+                f"A row of {length} tokens is too short for a text that the model writes, of at least {LEAST_TOKENS}. "
+                "Set a larger --sequence-length."
+            )
         ends = end_tokens(subject.model, tokenizer)
         if kind == "chat":  # the user's turn may end with another token than the answer
             special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
@@ -204,6 +212,10 @@ class OwnText:
         tokenizer = self.subject.tokenizer
         opening, closing = user_turn(tokenizer)
         start = plain_ids(tokenizer, opening)
+        if not start and (token := document_start(tokenizer)) is not None:
+            start = [token]  # the template writes nothing before the user's text
+        if not start:
+            raise FulldepthError("The chat template writes nothing before the user's text, so the model cannot begin.")
         room = self.length - len(start) - len(plain_ids(tokenizer, closing))
         if room < 2 * LEAST_TOKENS:
             raise FulldepthError(

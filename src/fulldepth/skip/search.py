@@ -31,7 +31,7 @@ from fulldepth.skip.loss_cache import PROGRESS, LossCache
 from fulldepth.skip.outcome import KIND, search_results
 from fulldepth.skip.own_text import names_own, with_own_text
 from fulldepth.skip.plan import ENTRY, FILE, SCHEMA_VERSION, Factors, Loss, Plan, hashes_of_rows, name_of
-from fulldepth.skip.problem import SearchProblem, open_for_search
+from fulldepth.skip.problem import SearchProblem, check_search_target, open_for_search
 from fulldepth.skip.rankings import rank_blocks
 from fulldepth.skip.responses import FILE as RESPONSES
 from fulldepth.skip.responses import Sampling, respond
@@ -110,6 +110,7 @@ def search(
                 data = str(folder / RESPONSES)
             read = data
             if names_own(data):
+                check_search_target(settings, subject.anatomy.num_layers)  # before the model writes, which takes long
                 read = process.first(partial(with_own_text, data, subject, settings, folder, watcher))
             with SearchProblem.prepare(subject, read, settings, heldout=heldout) as problem:
                 plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)

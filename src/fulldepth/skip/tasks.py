@@ -19,6 +19,7 @@ from fulldepth.settings.heal import HealSettings
 from fulldepth.skip.least_squares import Healing
 
 MEASURE = "task_score"
+NO_ERROR = "it takes three different examples, and scores that are means of examples"
 
 
 class TaskReading(NamedTuple):
@@ -38,13 +39,20 @@ class TaskReading(NamedTuple):
         return self.healed - self.original
 
     @property
+    def reach(self) -> float:
+        """Two standard errors, to which one example on which the models differ is added: an error of 0 does not mean
+        that they agree on examples that were not read.
+        """
+        return SIGNIFICANT * math.hypot(self.error, 1 / self.examples)
+
+    @property
     def sentence(self) -> str:
         """The reading in words; a difference within two standard errors is not measurable."""
         scores = f"{self.task}: {self.healed:.3f} {self.metric}, the original {self.original:.3f}"
         if math.isnan(self.error):
             verdict = f"difference {self.difference:+.3f}, no standard error is known"
-        elif abs(self.difference) <= SIGNIFICANT * self.error:
-            verdict = f"no measurable difference, at most {abs(self.difference) + SIGNIFICANT * self.error:.3f}"
+        elif abs(self.difference) <= self.reach:
+            verdict = f"no measurable difference, at most {abs(self.difference) + self.reach:.3f}"
         else:
             verdict = f"difference {self.difference:+.3f} {plus_minus(self.error, 3)}"
         return f"{scores} ({verdict}; {self.examples:,} examples)."
@@ -52,7 +60,7 @@ class TaskReading(NamedTuple):
     def finding(self) -> Finding:
         """The reading as an entry of a headline."""
         if math.isnan(self.error):
-            return Finding(self.difference, "1", self.sentence, no_standard_error="the scores are no means of examples")
+            return Finding(self.difference, "1", self.sentence, no_standard_error=NO_ERROR)
         return Finding(self.difference, "1", self.sentence, standard_error=self.error)
 
 
