@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from fulldepth.architectures import SKIPPED
 from fulldepth.core.progress import Watcher
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
+from fulldepth.data.packing import Encoder
 from fulldepth.evaluation import evaluate
 from fulldepth.execution import find_anatomy
 from fulldepth.results import Results
@@ -27,10 +29,11 @@ from fulldepth.skip import least_squares as module
 from fulldepth.skip import load
 from fulldepth.skip.exports.export import read_notes
 from fulldepth.skip.heal import heal as heal_into
+from fulldepth.skip.healed import TRAIN, write_texts
 from fulldepth.skip.plan import hashes_of_rows
 from json_files import read_json
 from refusals import refused
-from skip import plain, planned
+from skip import plain, planned, word_tokenizer
 from tiny_models import seeded
 
 STRENGTH = 0.1
@@ -393,3 +396,17 @@ def test_healing_on_one_kind_of_text_says_what_is_unknown(tmp_path, unproven):
     plan = planned.plan(model, [2], "layer", None)
     heal_into(plan, model, data(), tmp_path / "healed", steps=0, watcher=Watcher(say=lines.append))
     assert any("losses on other text are unknown" in line for line in lines)
+
+
+@pytest.mark.parametrize("template", [None, "[BOS]" + word_tokenizer.CHAT])
+def test_text_to_train_on_has_the_special_tokens_of_its_rows_once(template, tmp_path):
+    """The training adds them to each text: a row that begins with BOS begins with one there, too."""
+    tokenizer = word_tokenizer.tokenizer(template, bos=True)
+    tokenizer.save_pretrained(tmp_path)
+    words = word_tokenizer.ids(3, 14, 15, 9)
+    starts = ([word_tokenizer.BOS], [])
+    rows = [Example.of([*start, *words], 1, 4, document=number) for number, start in enumerate(starts)]
+    write_texts(SimpleNamespace(fitting=rows, choosing=rows[:1]), tmp_path, tmp_path)
+    texts = [json.loads(line)["text"] for line in (tmp_path / TRAIN).read_text().splitlines()]
+    trained = [ids.tolist() for ids in Encoder(tokenizer)(texts)["ids"]]
+    assert trained == [[word_tokenizer.BOS, *words, word_tokenizer.EOS]] * 2

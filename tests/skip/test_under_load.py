@@ -155,15 +155,22 @@ def test_a_difference_within_its_interval_is_no_advice_and_a_busy_machine_no_com
 
 
 def test_llama_cpp_serves_as_many_clients_as_it_has_slots(files, monkeypatch):
-    """Every request gets its tokens, one client sends one at a time, and four run together."""
+    """Every request gets its tokens, one client sends one at a time, and four run together.
+
+    The first requests, one of every client, wait for each other, so that a busy machine changes nothing.
+    """
     model = LlamaCpp(files / "thin.gguf")
     running, most = [], []
     stream, lock = LlamaCpp.stream, threading.Lock()
+    gates = []
 
     def counted(self, prompt, count, arrived):
         with lock:
             running.append(prompt)
             most.append(len(running))
+            is_first = len(most) <= gates[-1].parties
+        if is_first:
+            gates[-1].wait(60)
         stream(self, prompt, count, arrived)
         with lock:
             running.remove(prompt)
@@ -173,10 +180,13 @@ def test_llama_cpp_serves_as_many_clients_as_it_has_slots(files, monkeypatch):
     with in_llama_cpp(model, 4, 12, torch.device("cpu")) as served:
         for clients in (1, 4):
             most.clear()
+            gates.append(threading.Barrier(clients))
             load = served.serve(prompts, 5, clients)
             assert max(most) == clients
             assert len(load.first_tokens) == 6
             assert all(0 < seconds <= load.seconds for seconds in load.first_tokens)
+        most.clear()
+        gates.append(threading.Barrier(1))
         with refused("cannot serve"):
             served.serve([[5] * 400], 5, 1)
 

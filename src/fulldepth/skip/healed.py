@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError, one_line, plus_minus
 from fulldepth.core.files import write_text
 from fulldepth.data.examples import units
+from fulldepth.data.tokens import Frame, decode_ids
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS
 from fulldepth.hf import load_tokenizer, open_model
@@ -41,17 +42,20 @@ from fulldepth.results import (
     tabulate,
 )
 from fulldepth.settings.heal import HealSettings
+from fulldepth.settings.loading import SPREADING
 from fulldepth.skip.exports.export import NOTES, card_of, export, read_notes
 from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.exports.formats import FORMATS
 from fulldepth.skip.least_squares import Healing, format_for
 from fulldepth.skip.own_text import FILE as OWN_TEXT
 from fulldepth.skip.own_text import NOTES as OWN_NOTES
-from fulldepth.skip.plan import HEALED, UNHEALED, Plan, hashes_of_rows, in_sample
+from fulldepth.skip.plan import HEALED, UNHEALED, Plan, differences, hashes_of_rows, in_sample
 from fulldepth.skip.tasks import TaskReading
 from fulldepth.subject import open_checkpoint
 
 KIND = "heal"
+FILE_ONLY = {"gguf", "gguf_type", *SPREADING} - {"dtype"}
+"""Settings with which a GGUF file may be written after the healing."""
 NAMES = {
     "removed": "without the removed blocks",
     "refitted": "refitted",
@@ -106,10 +110,13 @@ def write_texts(healing: Healing, start: Path, folder: Path) -> None:
         FulldepthError: if the export in `start` has no tokenizer.
     """
     tokenizer = load_tokenizer(start)
+    frame = Frame.of(tokenizer, ["text"])
     for name, rows in {TRAIN: healing.fitting, VALIDATION: healing.choosing}.items():
         texts: dict[int, str] = {}
         for row in rows:
-            texts[row.document] = texts.get(row.document, "") + tokenizer.decode(row.input_ids)
+            ids = frame.unwrap(row.input_ids.tolist())  # the training adds these special tokens again
+            text = decode_ids(tokenizer, ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            texts[row.document] = texts.get(row.document, "") + text
         write_text(folder / name, "".join(json.dumps({"text": text}) + "\n" for text in texts.values()))
 
 
@@ -173,13 +180,20 @@ def finish_gguf(plan: Plan, model: Any, target: Path, settings: HealSettings) ->
         The results in the folder; None if it is not the healing of this plan, or no GGUF file is missing.
 
     Raises:
-        FulldepthError: as `export`.
+        FulldepthError: as `export`; for other settings than those that the model was healed with.
     """
     if settings.gguf is None or Path(settings.gguf).exists() or not (target / NOTES).is_file():
         return None
     stored = {**read_notes(target)["plan"], "data": plan.data}
     if stored != plan.document():
         return None
+    stated = settings.model_dump(include=settings.model_fields_set - FILE_ONLY)
+    healed_with = Results.load(target).meta["settings"]
+    if changed := differences({name: healed_with.get(name) for name in stated}, stated):
+        raise FulldepthError(
+            f"{target} was healed with other settings: {changed}. Leave them out to write its GGUF file, or choose "
+            "another output."
+        )
     opened = open_checkpoint(model, settings, dtype=settings.dtype or plan.dtype, plain=True)
     healed = copy.deepcopy(opened.model)
     fold(healed, plan)

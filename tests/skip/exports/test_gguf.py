@@ -372,6 +372,9 @@ def test_a_healing_whose_file_fails_is_kept_and_only_the_file_is_made_again(tmp_
             heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(other))
     before = Results.load(tmp_path / "healed").table
     monkeypatch.setattr("fulldepth.skip.heal.refit", lambda *_, **__: pytest.fail("it was fitted again"))
+    with refused("was healed with other settings: seed was 0, is 1; steps was 0, is 5"):
+        heal(plan, path, texts, tmp_path / "healed", steps=5, seed=1, gguf=str(other))
+    assert not other.exists()
     again = heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(other))
     assert again.table.equals(before)
     assert other.read_bytes() == small.read_bytes()
