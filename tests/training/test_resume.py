@@ -76,6 +76,26 @@ def test_kill_and_resume_is_bit_equal(whole, tmp_path, monkeypatch):
     assert_frame_equal(without_times(resumed.table), without_times(Results.load(folder).table))
 
 
+def test_throughput_counts_the_time_since_the_last_evaluation_also_after_a_resumption(recipe, tmp_path, monkeypatch):
+    """Stopped between two evaluations, of which the later one counts steps and seconds since the first."""
+    path = recipe(save_every=2, eval_every=4)
+    step = RunTrainer.training_step
+
+    def dying(self, *arguments):
+        if self.state.global_step == 6:
+            raise Killed
+        return step(self, *arguments)
+
+    monkeypatch.setattr(RunTrainer, "training_step", dying)
+    with pytest.raises(Killed):
+        train_by(path, tmp_path / "cut")
+    monkeypatch.setattr(RunTrainer, "training_step", step)
+    table = train_by(path, tmp_path / "cut", resume=True).table
+    elapsed, speed = (table[table.measure == name].set_index("step")["value"] for name in ("elapsed", "throughput"))
+    units_of_a_step = [speed[at] * (elapsed[at] - elapsed[before]) / 4 for before, at in ((0, 4), (4, 8))]
+    assert units_of_a_step[0] == pytest.approx(units_of_a_step[1], rel=1e-9)
+
+
 @pytest.mark.parametrize("damage", ["cut short", "no seal", "file gone"])
 def test_a_half_written_checkpoint_is_skipped(damage, whole, tmp_path):
     path, folder = whole

@@ -94,7 +94,9 @@ class RunCallback(TrainerCallback):
             rows = pd.read_parquet(checkpoint / RECORD)
             self.table = rows[rows.step <= step_of(checkpoint)].reset_index(drop=True)
         self.tally = trainer.tallies["record"] = Tally(notes.tally if current().is_main else None)
-        self.elapsed = self._elapsed_before = notes.elapsed
+        self.elapsed = notes.elapsed
+        is_elapsed = self.table.measure == "elapsed"
+        self._elapsed_before = float(self.table.value[is_elapsed].max()) if is_elapsed.any() else 0.0
         self.other_load = OtherLoad()
         reset_peak()
         self.stop_asked = False
