@@ -57,20 +57,25 @@ class Killed(BaseException):
     """The end of a process."""
 
 
-def test_kill_and_resume_is_bit_equal(whole, tmp_path, monkeypatch):
-    """Killed in the fifth step, two after a checkpoint and an evaluation."""
-    path, folder = whole
+def killed_run(path, folder, after, monkeypatch):
+    """A run that ends in the step after `after` steps."""
     step = RunTrainer.training_step
 
     def dying(self, *arguments):
-        if self.state.global_step == 4:
+        if self.state.global_step == after:
             raise Killed
         return step(self, *arguments)
 
-    monkeypatch.setattr(RunTrainer, "training_step", dying)
-    with pytest.raises(Killed):
-        train_by(path, tmp_path / "cut")
-    monkeypatch.setattr(RunTrainer, "training_step", step)
+    with monkeypatch.context() as patched:
+        patched.setattr(RunTrainer, "training_step", dying)
+        with pytest.raises(Killed):
+            train_by(path, folder)
+
+
+def test_kill_and_resume_is_bit_equal(whole, tmp_path, monkeypatch):
+    """Killed in the fifth step, two after a checkpoint and an evaluation."""
+    path, folder = whole
+    killed_run(path, tmp_path / "cut", 4, monkeypatch)
     resumed = train_by(path, tmp_path / "cut", resume=True)
     assert same(folder, tmp_path / "cut")
     assert_frame_equal(without_times(resumed.table), without_times(Results.load(folder).table))
@@ -79,17 +84,7 @@ def test_kill_and_resume_is_bit_equal(whole, tmp_path, monkeypatch):
 def test_throughput_counts_the_time_since_the_last_evaluation_also_after_a_resumption(recipe, tmp_path, monkeypatch):
     """Stopped between two evaluations, of which the later one counts steps and seconds since the first."""
     path = recipe(save_every=2, eval_every=4)
-    step = RunTrainer.training_step
-
-    def dying(self, *arguments):
-        if self.state.global_step == 6:
-            raise Killed
-        return step(self, *arguments)
-
-    monkeypatch.setattr(RunTrainer, "training_step", dying)
-    with pytest.raises(Killed):
-        train_by(path, tmp_path / "cut")
-    monkeypatch.setattr(RunTrainer, "training_step", step)
+    killed_run(path, tmp_path / "cut", 6, monkeypatch)
     table = train_by(path, tmp_path / "cut", resume=True).table
     elapsed, speed = (table[table.measure == name].set_index("step")["value"] for name in ("elapsed", "throughput"))
     units_of_a_step = [speed[at] * (elapsed[at] - elapsed[before]) / 4 for before, at in ((0, 4), (4, 8))]

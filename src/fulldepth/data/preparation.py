@@ -353,6 +353,9 @@ def _one_by_one(source: Source, given: Sequence[TextRecord], plan: Preparation, 
 def _conversations(given: Sequence[ConversationRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """A sequence for each response, behind all that precedes it; see `fulldepth.data.conversations`."""
     conversations = read_conversations(((record.where, record.conversation) for record in given), plan.tokenizer)
+    can_be_longer = plan.max_positions is None or plan.sequence_length < plan.max_positions
+    remedy = "Raise sequence_length, or cut them" if can_be_longer else "Cut them"
+    positions = plan.max_positions or "not limited"
     examples, found = response_examples(
         (
             (int(record.identity or 0), where, conversation)
@@ -365,8 +368,8 @@ def _conversations(given: Sequence[ConversationRecord], plan: Preparation, warni
         skip_empty=True,
         truncate=plan.truncate,
         advice=(
-            f"sequence_length is {plan.sequence_length}, the model's positions are "
-            f"{plan.max_positions or 'not limited'}. Raise sequence_length, or ask for truncation."
+            f"sequence_length is {plan.sequence_length}, the model's positions are {positions}. {remedy} "
+            "(--set truncate=true)."
         ),
     )
     warnings += found

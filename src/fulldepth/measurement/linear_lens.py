@@ -155,7 +155,7 @@ def choosing(sequences: Sequences, seed: int) -> np.ndarray:
     if len(every) < 2:
         raise cannot_be_fitted(
             f"its ridge is chosen on held-out {plural(sequences.unit)}, which takes two at least, and "
-            f"{sequences.name} leaves one. Name more text by --fit."
+            f"{sequences.name} leaves one. Read more of it (--set fit_sequences), or name more text by --fit."
         )
     drawn = every[sample(every.tolist(), max(1, len(every) // HELD_OUT), seed)]
     return np.isin(clusters, drawn)
