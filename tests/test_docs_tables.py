@@ -50,6 +50,9 @@ def test_the_table_of_text_to_heal_on_is_that_of_the_stored_runs():
     table = (DOCS / "results.md").read_text().split("<!-- healing text -->")[1].split("<!-- end -->")[0]
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
     groups = {(line["target"], line["arm"]) for line in lines}
+    originals = [lines[0]["tasks"][task]["original"] for task in ("lambada_local", "arc_easy_local", "piqa_local")]
+    stated = "(the original: LAMBADA {:.3f}, ARC-easy {:.3f}, PIQA {:.3f})".format(*originals)
+    assert stated in " ".join((DOCS / "results.md").read_text().split())
     assert sorted((row[0], row[1]) for row in rows) == sorted(groups)
     for target, arm, seeds, *cells in rows:
         runs = [line for line in lines if (line["target"], line["arm"]) == (target, arm)]

@@ -18,6 +18,8 @@ def test_equal_scores_do_not_say_that_the_models_agree_everywhere():
     same = reading(0.5, 0.5, 0.0, 200)
     assert "no measurable difference, at most 0.010; 200 examples" in same.sentence
     assert "at most 0.667; 3 examples" in reading(1.0, 1.0, 0.0, 3).sentence
+    assert same.finding().standard_error is None
+    assert reading(0.5, 0.42, 0.02, 200).finding().standard_error == 0.02
 
 
 @pytest.mark.parametrize(("error", "measurable"), [(0.02, True), (0.05, False)])

@@ -478,10 +478,10 @@ def document_start(tokenizer: Any) -> int | None:
     template: models are trained with one token between documents, and it is often both BOS and EOS.
     """
     rendered = ""
-    if tokenizer.chat_template:
-        turns = [{"role": role, "content": PROBE} for role in ("user", "assistant", "user")]
-        with suppress(FulldepthError):  # a template that refuses such turns marks none
-            rendered = _render(tokenizer, turns, "A conversation", answer=True)
+    turns = [{"role": role, "content": PROBE} for role in ("user", "assistant", "user")]
+    for conversation in (turns[:1], turns) if tokenizer.chat_template else ():
+        with suppress(FulldepthError):  # some templates refuse the answer, or everything
+            rendered = _render(tokenizer, conversation, "A conversation", answer=True)
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     tokens = [token for name in names if isinstance(token := getattr(tokenizer, name, None), str) and token]
     unmarked = (token for token in tokens if rendered.count(token) < MARKS)

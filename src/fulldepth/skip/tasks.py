@@ -20,6 +20,7 @@ from fulldepth.skip.least_squares import Healing
 
 MEASURE = "task_score"
 NO_ERROR = "it takes three different examples, and scores that are means of examples"
+SAME = "the difference is the same for every example, which says nothing of others"
 
 
 class TaskReading(NamedTuple):
@@ -61,6 +62,8 @@ class TaskReading(NamedTuple):
         """The reading as an entry of a headline."""
         if math.isnan(self.error):
             return Finding(self.difference, "1", self.sentence, no_standard_error=NO_ERROR)
+        if self.error == 0:
+            return Finding(self.difference, "1", self.sentence, no_standard_error=SAME)
         return Finding(self.difference, "1", self.sentence, standard_error=self.error)
 
 
