@@ -247,7 +247,7 @@ class OwnText:
         return rows, sum(map(len, [*questions, *answers]))
 
     def _answered(self, prompt: list[Message], body: list[int], end: list[int]) -> dict[str, Any] | None:
-        """A conversation with `body` as the answer, which is cut off if `end` is empty; None for an answer without text."""
+        """A conversation with `body` as the answer, cut off if `end` is empty; None for an answer without text."""
         if not self._text(body, skip_special_tokens=True).strip():
             return None
         response = [{"role": "assistant", "content": self._text(body)}]
