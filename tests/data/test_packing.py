@@ -183,6 +183,25 @@ def test_validation_windows_are_spread_or_come_from_other_text(tmp_path, number_
     assert len({whole.hash, some.hash, other.hash}) == 3
 
 
+def test_parts_of_texts_have_no_end_and_no_target_at_their_first_token(tmp_path, number_tokenizer, bare_tokenizer):
+    random = np.random.default_rng(0)
+    documents = [random.integers(10, 400, size) for size in (3, 1, 9, 0, 6, 5)]
+    packing.write_tokens(documents, tmp_path / "tokens")
+    packing.write_tokens(documents[::-1], tmp_path / "held")
+    packing.write_tokens(documents, tmp_path / "held")
+    options = {"sequence_length": 4, "end_of_text": False}
+    packed = pack(None, bare_tokenizer, tokens=tmp_path / "tokens", validation=tmp_path / "held", **options)
+    labels = [label for ids in documents if len(ids) for label in [-100, *ids[1:].tolist()]]
+    for part in (packed.train, packed.validation):
+        assert listed(part) == cut(np.concatenate(documents).tolist(), 4)
+        assert listed(part, "labels") == cut(labels, 4)
+    words = texts(40)
+    own = [number_tokenizer(text, add_special_tokens=False)["input_ids"] for text in words]
+    packed = packed_in(tmp_path, words, number_tokenizer, validation_share=0, end_of_text=False)
+    assert listed(packed.train) == cut([token for ids in own for token in ids], 4)
+    assert packed.hash != packed_in(tmp_path, words, number_tokenizer, validation_share=0).hash
+
+
 REFUSED = [
     ([], {}, "rows is empty"),
     (["", ""], {}, "empty"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from fulldepth.architectures import SKIPPED
 from fulldepth.core.progress import Watcher
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
-from fulldepth.data.packing import Encoder
+from fulldepth.data.packing import pack
 from fulldepth.evaluation import evaluate
 from fulldepth.execution import find_anatomy
 from fulldepth.results import Results
@@ -29,11 +28,10 @@ from fulldepth.skip import least_squares as module
 from fulldepth.skip import load
 from fulldepth.skip.exports.export import read_notes
 from fulldepth.skip.heal import heal as heal_into
-from fulldepth.skip.healed import TRAIN, write_texts
 from fulldepth.skip.plan import hashes_of_rows
 from json_files import read_json
 from refusals import refused
-from skip import plain, planned, word_tokenizer
+from skip import plain, planned
 from tiny_models import seeded
 
 STRENGTH = 0.1
@@ -398,15 +396,28 @@ def test_healing_on_one_kind_of_text_says_what_is_unknown(tmp_path, unproven):
     assert any("losses on other text are unknown" in line for line in lines)
 
 
-@pytest.mark.parametrize("template", [None, "[BOS]" + word_tokenizer.CHAT])
-def test_text_to_train_on_has_the_special_tokens_of_its_rows_once(template, tmp_path):
-    """The training adds them to each text: a row that begins with BOS begins with one there, too."""
-    tokenizer = word_tokenizer.tokenizer(template, bos=True)
-    tokenizer.save_pretrained(tmp_path)
-    words = word_tokenizer.ids(3, 14, 15, 9)
-    starts = ([word_tokenizer.BOS], [])
-    rows = [Example.of([*start, *words], 1, 4, document=number) for number, start in enumerate(starts)]
-    write_texts(SimpleNamespace(fitting=rows, choosing=rows[:1]), tmp_path, tmp_path)
-    texts = [json.loads(line)["text"] for line in (tmp_path / TRAIN).read_text().splitlines()]
-    trained = [ids.tolist() for ids in Encoder(tokenizer)(texts)["ids"]]
-    assert trained == [[word_tokenizer.BOS, *words, word_tokenizer.EOS]] * 2
+def test_training_sees_the_rows_that_were_fitted_on_and_no_end_of_text(tmp_path, monkeypatch):
+    """Rows of a text are cut anywhere: what ends them, or begins the next one, is nothing to learn."""
+    model = small_world.model()
+    model.save_pretrained(tmp_path / "model")
+    small_world.tokenizer().save_pretrained(tmp_path / "model")
+    plan = planned.plan(model, [2], "attention", None)
+    packed = []
+
+    def watched(*arguments, **options):
+        packed.append(pack(*arguments, **options))
+        return packed[-1]
+
+    monkeypatch.setattr("fulldepth.training.text.pack", watched)
+    options = {"sequence_length": 8, "steps": 1, "rank": 0, "control": False, "progress": False}
+    heal_into(plan, tmp_path / "model", data(), tmp_path / "healed", **options)
+    fitted, chose, _ = module.split_rows(plan, data(), False, 0)
+    for rows, windows in ((fitted, packed[0].train), (chose, packed[0].validation)):
+        ids = [token for row in rows for token in row.input_ids.tolist()]
+        labels = [label for row in rows for label in [-100, *row.input_ids.tolist()[1:]]]
+        count = len(ids) // 8
+        assert windows.available == count > len(windows) / 2
+        for number in range(len(windows)):
+            window = slice(8 * (number * count // len(windows)), 8 * (number * count // len(windows)) + 8)
+            assert windows[number]["input_ids"].tolist() == ids[window]
+            assert windows[number]["labels"].tolist() == labels[window]

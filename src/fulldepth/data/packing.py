@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock
+from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -55,19 +56,23 @@ class Encoder:
     Args:
         tokenizer: with an end-of-text token.
         vocab_size: vocabulary size of the model: ids beyond it are refused; None = not checked.
+        end_of_text: False adds no end-of-text token.
 
     Raises:
-        FulldepthError: if the tokenizer has no end-of-text token.
+        FulldepthError: if the tokenizer has no end-of-text token to add.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int | None = None) -> None:
-        if tokenizer.eos_token_id is None:
-            raise FulldepthError("The tokenizer has no end-of-text token (eos_token), which must end each document.")
+    def __init__(self, tokenizer: Any, vocab_size: int | None = None, *, end_of_text: bool = True) -> None:
+        if end_of_text and tokenizer.eos_token_id is None:
+            raise FulldepthError(
+                "The tokenizer has no end-of-text token (eos_token), which must end each document. If the documents "
+                "are parts of texts, set data.end_of_text=false."
+            )
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        self.end = int(tokenizer.eos_token_id)
+        self.end: int | None = int(tokenizer.eos_token_id) if end_of_text else None
         self.frame = Frame.of(tokenizer, ["text"])
-        highest = max(self.end, *tokenizer.get_vocab().values())
+        highest = max(self.end or 0, *tokenizer.get_vocab().values())
         self.dtype = np.dtype("<u2" if highest < 2**16 else "<u4")  # the smaller that holds every id
 
     def __call__(self, texts: Sequence[str]) -> dict[str, list[Any]]:
@@ -75,9 +80,10 @@ class Encoder:
         options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
         ids_of = encode_texts(self.tokenizer, list(texts), **options)["input_ids"]
         rows = [self.frame.wrap(ids) if ids else [] for ids in ids_of]
-        for row in rows:
-            if row and row[-1] != self.end:
-                row.append(self.end)
+        if self.end is not None:
+            for row in rows:
+                if row and row[-1] != self.end:
+                    row.append(self.end)
         check_vocabulary(max((max(row) for row in rows if row), default=0), self.tokenizer, self.vocab_size)
         return {"ids": [np.array(row, np.uint32) for row in rows]}
 
@@ -163,6 +169,25 @@ def _write(batches: Iterable[Any], path: Path, dtype: np.dtype, most: int | None
                 total = int(ends[-1])
             if most is not None and total >= most:
                 break
+
+
+def write_tokens(documents: Iterable[ArrayLike], folder: Path) -> None:
+    """Write the token ids of documents as the files of a new folder, which `pack(tokens=...)` reads.
+
+    Args:
+        documents: ids of each document, [n] below 2**32; at least one document.
+        folder: folder to create, or to replace.
+
+    Raises:
+        FulldepthError: if the folder cannot be written.
+    """
+    rows = [np.asarray(ids, "<u4") for ids in documents]
+    ends = np.cumsum([len(row) for row in rows], dtype="<u8")
+    with _writing(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        with atomic_folder(folder) as part:
+            np.concatenate(rows).tofile(part / f"text{SUFFIX}")
+            ends.tofile(part / f"text{INDEX}")
 
 
 @contextmanager
@@ -291,23 +316,32 @@ class Windows(Dataset[dict[str, Tensor]]):
     """Windows of `sequence_length` tokens, in the order of the documents; an incomplete last window is dropped.
 
     An item is `input_ids` [T] int64 and `labels` [T] int64, which are the same ids: a causal model shifts them itself,
-    so that a window has T - 1 targets. Without `across_documents` there is also `position_ids` [T] int64, 0 at the
-    first token of the window and of each document in it. transformers derives a block-diagonal attention mask from
-    them if the model gets neither an `attention_mask` nor a cache: pass `use_cache=False`, which is not the default.
+    so that a window has T - 1 targets; without `end_of_text` the label of a document's first token is -100, too, as
+    nothing announces it. Without `across_documents` there is also `position_ids` [T] int64, 0 at the first token of
+    the window and of each document in it. transformers derives a block-diagonal attention mask from them if the model
+    gets neither an `attention_mask` nor a cache: pass `use_cache=False`, which is not the default.
 
     Args:
         part: the documents to cut, from `split_tokens`.
         sequence_length: T.
         across_documents: whether attention may cross from one document into the next.
+        end_of_text: whether documents end with the end-of-text token.
         limit: most windows, spread evenly over all n: window i is number floor(i n / limit).
     """
 
     def __init__(
-        self, part: Part, sequence_length: int, *, across_documents: bool = True, limit: int | None = None
+        self,
+        part: Part,
+        sequence_length: int,
+        *,
+        across_documents: bool = True,
+        end_of_text: bool = True,
+        limit: int | None = None,
     ) -> None:
         self.part = part
         self.sequence_length = sequence_length
         self.across_documents = across_documents
+        self.end_of_text = end_of_text
         self.documents = len(part.stops)  # of the whole part, regardless of `limit`, as are the tokens
         self.tokens = int(part.stops[-1]) if self.documents else 0
         self.available = self.tokens // sequence_length
@@ -331,8 +365,10 @@ class Windows(Dataset[dict[str, Tensor]]):
         parts = [self.part.files.ids(*place) for place in zip(places.tolist(), ends.tolist(), strict=True)]
         ids = torch.from_numpy(np.concatenate(parts).astype(np.int64))
         item = {"input_ids": ids, "labels": ids.clone()}
+        begins_inside = begins[begins >= start] - start
+        if not self.end_of_text:
+            item["labels"][begins_inside] = IGNORE
         if not self.across_documents:
-            begins_inside = begins[begins >= start] - start
             document = np.zeros(len(ids), np.int64)  # [T], start of each token's document, at least 0
             document[begins_inside] = begins_inside
             item["position_ids"] = torch.from_numpy(np.arange(len(ids)) - np.maximum.accumulate(document))
@@ -396,6 +432,37 @@ class Packed:
         return self.train.documents + self.validation.documents
 
 
+class _EncodedText(NamedTuple):
+    """A text as token ids."""
+
+    name: str
+    files: TokenFiles
+    unit: str = "document"
+    sources: int | None = None
+    """Files, novels or rows that the documents come from; None = one for each document."""
+
+
+def _encoded_text(data: Any, encoder: Encoder, cache: Path | None, most: int | None, watcher: Watcher) -> _EncodedText:
+    """The token ids of a text, or those in a folder of token files."""
+    if not holds_tokens(data):
+        text = open_documents(data)
+        return _EncodedText(text.name, tokenised(text, encoder, cache, most, watcher), text.unit, text.sources)
+    return _stored_text(data, encoder)
+
+
+def holds_tokens(data: Any) -> bool:
+    """Return True for the path of a folder of token files that `pack` reads."""
+    return isinstance(data, Path) and data.is_dir() and any(data.rglob(f"*{INDEX}"))
+
+
+def _stored_text(folder: Path, encoder: Encoder) -> _EncodedText:
+    """The token files of a folder, whose first document must end as the encoder would end it."""
+    files = TokenFiles.of(folder)
+    if encoder.end is not None:
+        _check_end_of_text(files, folder, encoder.end)
+    return _EncodedText(folder.name, files)
+
+
 def _check_end_of_text(files: TokenFiles, folder: Path, end_of_text: int) -> None:
     """Refuse token files whose first document does not end with the tokenizer's end-of-text token."""
     end = int(files.ends[files.ends > 0][0])
@@ -403,7 +470,8 @@ def _check_end_of_text(files: TokenFiles, folder: Path, end_of_text: int) -> Non
     if last != end_of_text:
         raise FulldepthError(
             f"The first document in {folder} ends with the token {last}, not with the tokenizer's end-of-text token "
-            f"{end_of_text}. Give the tokenizer that made these files, and make them with eos_token."
+            f"{end_of_text}. Give the tokenizer that made these files, and make them with eos_token; if their "
+            "documents are parts of texts, set data.end_of_text=false."
         )
 
 
@@ -420,6 +488,7 @@ def pack(
     validation_sequences: int | None = None,
     seed: int = 0,
     across_documents: bool = True,
+    end_of_text: bool = True,
     vocab_size: int | None = None,
     watcher: Watcher | None = None,
 ) -> Packed:
@@ -432,16 +501,20 @@ def pack(
         documents: what `open_documents` returns or takes; not read if there are `tokens`.
         tokenizer: tokenizer of transformers with an end-of-text token (`eos_token`).
         sequence_length: T, tokens of a window, at least 2.
-        tokens: folder that datatrove's `DocumentTokenizer` wrote with this tokenizer, in place of `documents`.
+        tokens: folder that datatrove's `DocumentTokenizer` or `write_tokens` wrote with this tokenizer, in place of
+            `documents`.
         cache: folder for the token ids of any number of texts and tokenizers; None = `tokens/` under
             `$FULLDEPTH_CACHE`, else `$XDG_CACHE_HOME/fulldepth`, else `~/.cache/fulldepth`.
         max_tokens: most tokens in each part, the first ones; a stream is read no further.
-        validation: other text for validation, like `documents`, of which nothing is then held out.
+        validation: other text for validation, like `documents`, or the `Path` of a folder like `tokens`, of which
+            nothing is then held out.
         validation_share: share of the documents that is held out, 0 <= share < 1. Whether a document is held out
             depends on its number and the seed alone, so appending documents moves none.
         validation_sequences: most validation windows, spread evenly over those held out; None = all.
         seed: seed of the choice of held-out documents.
         across_documents: False adds `position_ids` that keep attention inside documents; see `Windows`.
+        end_of_text: False for documents that are parts of texts: none is given an end-of-text token, and the first
+            token of a document is no target.
         vocab_size: vocabulary size of the model, against which ids are checked; None = not checked.
         watcher: receives messages.
 
@@ -454,22 +527,13 @@ def pack(
             "sequence_length must be at least 2, and the held-out share at least 0 and below 1; got "
             f"{sequence_length} and {validation_share}."
         )
-    encoder = Encoder(tokenizer, vocab_size)
+    encoder = Encoder(tokenizer, vocab_size, end_of_text=end_of_text)
     share = validation_share if validation is None else 0.0
     needed = None if max_tokens is None else round(max_tokens / max(share, 1 - share))
     stored = (encoder, cache, needed, watcher or Watcher())
-    if tokens is None:
-        text = open_documents(documents)
-        name = text.name
-        files = tokenised(text, *stored)
-    else:
-        text = None
-        name = tokens.name
-        files = TokenFiles.of(tokens)
-        _check_end_of_text(files, tokens, encoder.end)
+    name, files, unit, sources = _encoded_text(documents, *stored) if tokens is None else _stored_text(tokens, encoder)
     train, held = split_tokens(files, share, seed, max_tokens)
     counts = len(train.stops), len(held.stops)
-    unit, sources = ("document", None) if text is None else (text.unit, text.sources)
     sources = sources or sum(counts)
     if share and not all(counts):
         raise FulldepthError(
@@ -480,13 +544,13 @@ def pack(
     highest, content = files.scan()
     hashes = [content]
     if validation is not None:
-        further = open_documents(validation)
-        held = split_tokens(tokenised(further, *stored), 1.0, seed, max_tokens)[1]
+        further = _encoded_text(validation, *stored)
+        held = split_tokens(further.files, 1.0, seed, max_tokens)[1]
         sources += further.sources or len(held.stops)
         other, content = held.files.scan()
         highest = max(highest, other)
         hashes = [*hashes, content]
-    cut = partial(Windows, sequence_length=sequence_length, across_documents=across_documents)
+    cut = partial(Windows, sequence_length=sequence_length, across_documents=across_documents, end_of_text=end_of_text)
     windows = cut(train)
     held_windows = cut(held, limit=validation_sequences)
     warnings = check_vocabulary(highest, tokenizer, vocab_size)
@@ -500,5 +564,7 @@ def pack(
         warnings.append(f"The validation text fills only {len(held_windows)} of {validation_sequences} sequences.")
     places = [hashlib.sha256(part.places.tobytes()).hexdigest() for part in (train, held)]
     sizes = [windows.tokens, held_windows.tokens, sequence_length, across_documents, len(held_windows)]
+    if not end_of_text:
+        sizes.append(end_of_text)
     digest = f"sha256:{_sha256([hashes, places, sizes])}"
     return Packed(name, windows, held_windows, digest, files.folder, sources, unit, tuple(warnings))

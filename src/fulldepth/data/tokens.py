@@ -103,12 +103,6 @@ class Frame:
         """`ids` with the special tokens around them."""
         return [*self.prefix, *ids, *self.suffix]
 
-    def unwrap(self, ids: Sequence[int]) -> list[int]:
-        """`ids` without the special tokens before and after them, if they are there."""
-        start = len(self.prefix) if tuple(ids[: len(self.prefix)]) == self.prefix else 0
-        stop = len(ids) - len(self.suffix)
-        return list(ids[start : stop if tuple(ids[stop:]) == self.suffix and stop >= start else len(ids)])
-
     def ids(self, tokenizer: Any, text: str, starts: bool = True, ends: bool = True) -> list[int]:
         """Token ids of a text, or of a piece of it that may not start or end it; none if it has no token of its own."""
         ids = plain_ids(tokenizer, text)

@@ -93,7 +93,7 @@ class DataSettings(Settings):
     truncate: bool = False
     """Classification: cut texts of more than `sequence_length` tokens there instead of refusing them."""
     validation: str | None = None
-    """Data for validation; None = held-out documents or rows."""
+    """Data for validation, or a folder of tokens as for `tokens`; None = held-out documents or rows."""
     validation_share: float = Field(default=0.05, gt=0, lt=1)
     """Share of the documents that is held out for validation."""
     validation_sequences: Batch | None = None
@@ -101,6 +101,9 @@ class DataSettings(Settings):
     rows."""
     across_documents: bool = True
     """Whether attention may cross from one document of a window into the next."""
+    end_of_text: bool = True
+    """Whether documents end with the tokenizer's end-of-text token. False = they are parts of texts: none is added, and
+    the first token of a document, which nothing announces, is no target."""
     tokens: str | None = None
     """Folder of tokens that datatrove's DocumentTokenizer wrote with the run's tokenizer; read in place of `name`."""
     cache: str | None = None

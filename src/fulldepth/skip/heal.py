@@ -28,8 +28,8 @@ from fulldepth.skip.healed import (
     finish_gguf,
     save_healed,
     with_weights,
+    write_rows,
     write_start,
-    write_texts,
 )
 from fulldepth.skip.least_squares import Healing, refit, with_model
 from fulldepth.skip.own_text import FILE as OWN_TEXT
@@ -154,7 +154,7 @@ def _trained(healing: Healing, model: str | Path, work: Path, tokenizer: Any, wa
             "knows by heart. Give more with --max-sequences, or fewer --steps."
         )
     start = write_start(healing, work / "start", tokenizer)
-    write_texts(healing, start, work)
+    write_rows(healing, work)
     sources = {"trained": start, **({"control": model} if settings.control else {})}
     for label, source in sources.items():
         run = _training(healing, source, model, work)
@@ -178,9 +178,9 @@ def _training(healing: Healing, source: str | Path, teacher: str | Path, work: P
         model=ModelSettings(checkpoint=str(source)),
         tokenizer=str(work / "start"),
         data=DataSettings(
-            name=str(work / TRAIN),
+            tokens=str(work / TRAIN),
             validation=str(work / VALIDATION),
-            cache=str(work / "tokens"),
+            end_of_text=False,  # rows are windows of a text, or answers that may be cut off
             validation_sequences=8,  # progress only: the result is measured on other rows
         ),
         objective=ObjectiveSettings.model_validate({"distillation": {"teacher": str(teacher)}}),

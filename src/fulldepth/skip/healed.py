@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError, one_line, plus_minus
 from fulldepth.core.files import write_text
 from fulldepth.data.examples import units
-from fulldepth.data.tokens import Frame, decode_ids
+from fulldepth.data.packing import write_tokens
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS
-from fulldepth.hf import load_tokenizer, open_model
+from fulldepth.hf import open_model
 from fulldepth.hf.checkpoint_folder import folder_to_be
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.results import (
@@ -63,9 +63,9 @@ NAMES = {
     "control": "control: the original, trained on the same tokens",
 }
 """Model -> its name in sentences."""
-TRAIN = "train.jsonl"
-VALIDATION = "validation.jsonl"
-"""Files of the text that a healed model is trained on."""
+TRAIN = "train-tokens"
+VALIDATION = "validation-tokens"
+"""Folders of the token ids that a healed model is trained on."""
 
 
 def with_weights(healing: Healing, checkpoint: Path) -> Healing:
@@ -103,21 +103,10 @@ def write_start(healing: Healing, folder: Path, tokenizer: Any = None) -> Path:
     return folder
 
 
-def write_texts(healing: Healing, start: Path, folder: Path) -> None:
-    """Write the rows that were fitted on and those that chose ridges, as texts to train on and to validate with.
-
-    Raises:
-        FulldepthError: if the export in `start` has no tokenizer.
-    """
-    tokenizer = load_tokenizer(start)
-    frame = Frame.of(tokenizer, ["text"])
+def write_rows(healing: Healing, folder: Path) -> None:
+    """Write the token ids of the rows that were fitted on, to train on, and of those that chose ridges, to validate."""
     for name, rows in {TRAIN: healing.fitting, VALIDATION: healing.choosing}.items():
-        texts: dict[int, str] = {}
-        for row in rows:
-            ids = frame.unwrap(row.input_ids.tolist())  # the training adds these special tokens again
-            text = decode_ids(tokenizer, ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            texts[row.document] = texts.get(row.document, "") + text
-        write_text(folder / name, "".join(json.dumps({"text": text}) + "\n" for text in texts.values()))
+        write_tokens([row.input_ids for row in rows], folder / name)
 
 
 def save_healed(

@@ -27,6 +27,7 @@ from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import counted
 from fulldepth.data import builtin_texts, conversations, open_documents, pack, train_tokenizer, train_wordpiece
 from fulldepth.data.conversations import CUT_OFF, END, encode_pair
+from fulldepth.data.packing import holds_tokens
 from fulldepth.hf import checkpoint_of, evaluating, find_tokenizer, load_tokenizer
 from fulldepth.losses import ObjectiveMixin
 from fulldepth.settings.train import TrainSettings
@@ -155,18 +156,23 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
     config, tokenizer = language_model(settings, folder, arguments, watcher)
     data = settings.data
     opened = partial(open_documents, column=data.column, articles=data.articles)
+    validation: Any = None
+    if data.validation:
+        folder_of_tokens = Path(data.validation).expanduser()
+        validation = folder_of_tokens if holds_tokens(folder_of_tokens) else opened(data.validation)
     packed = pack(
         None if data.tokens else opened(data.name, config=data.config, split=data.split, streaming=data.streaming),
         tokenizer,
         sequence_length=settings.sequence_length,
         tokens=Path(data.tokens).expanduser() if data.tokens else None,
         cache=Path(data.cache).expanduser() if data.cache else None,
-        validation=opened(data.validation) if data.validation else None,
+        validation=validation,
         max_tokens=max(SMALL_CORPUS, settings.steps * settings.units_per_step),
         validation_share=data.validation_share,
         validation_sequences=settings.most_validation,
         seed=settings.seed,
         across_documents=data.across_documents,
+        end_of_text=data.end_of_text,
         vocab_size=config.vocab_size,
         watcher=watcher,
     )
