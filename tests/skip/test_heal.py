@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from evaluation import small_world
 from fulldepth.architectures import SKIPPED
 from fulldepth.core.progress import Watcher
 from fulldepth.data.batches import Example
-from fulldepth.data.examples import Examples
+from fulldepth.data.examples import Examples, read_examples
 from fulldepth.data.packing import pack
 from fulldepth.evaluation import evaluate
 from fulldepth.execution import find_anatomy
@@ -28,7 +29,9 @@ from fulldepth.skip import least_squares as module
 from fulldepth.skip import load
 from fulldepth.skip.exports.export import read_notes
 from fulldepth.skip.heal import heal as heal_into
+from fulldepth.skip.own_text import OwnText
 from fulldepth.skip.plan import hashes_of_rows
+from fulldepth.skip.tasks import TaskComparison
 from json_files import read_json
 from refusals import refused
 from skip import plain, planned
@@ -373,6 +376,36 @@ def test_tasks_are_read_beside_the_original_after_healing_on_own_and_other_text(
         heal_into(plan, model, data(), tmp_path / "other", steps=0, **tasks)
 
 
+def test_tasks_that_cannot_run_are_refused_before_the_refit_and_warnings_are_kept(tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    model = small_world.model()
+    plan = planned.plan(model, [2], "attention", None)
+    options = {"steps": 0, "tokenizer": small_world.tokenizer(), "tasks": ["lambada_local"], "progress": False}
+    folders = []
+    for name, row in (
+        ("long", {"context": "a", "target": " b" * 1100}),
+        ("cut", {"context": "a" * 3000, "target": "b"}),
+    ):
+        folders.append(tmp_path / name)
+        (folders[-1] / "lm-eval").mkdir(parents=True)
+        jsonl(folders[-1] / "lm-eval" / "lambada_test.jsonl", *[row] * 3)
+    with monkeypatch.context() as patched, refused("longer than the model's 2,048 positions"):
+        patched.setattr(module, "_heal", lambda *_: pytest.fail("refitted"))
+        heal_into(plan, model, data(), tmp_path / "healed", task_data=[str(folders[0])], **options)
+    results = heal_into(plan, model, data(), tmp_path / "healed", task_data=[str(folders[1])], **options)
+    assert [text for text in results.meta["warnings"] if "did not fit in the model's positions" in text] == [
+        "Tasks: 1 request of lambada_local did not fit in the model's positions; beginnings were cut, as lm-eval does."
+    ]
+
+
+def test_warnings_of_tasks_name_the_model_unless_both_have_them():
+    comparison = TaskComparison(None, None, None)
+    for name, warnings in (("original", ["cut", "slow"]), ("refitted", ["none right", "cut"])):
+        comparison.scores[name] = SimpleNamespace(meta={"warnings": warnings})
+    named = ["Tasks of the original model: slow", "Tasks of the refitted model: none right"]
+    assert comparison.warnings == ["Tasks: cut", *named]
+
+
 def test_own_text_outlives_a_healing_that_is_refused(tmp_path):
     model = small_world.model()
     plan = planned.plan(model, [2], "attention", None)
@@ -386,6 +419,19 @@ def test_own_text_outlives_a_healing_that_is_refused(tmp_path):
     with refused("has changed since it was written"):
         heal_into(plan, model, "own", tmp_path / "healed", max_sequences=2, **options)
     assert own.read_text() == written.upper()
+
+
+def test_held_out_rows_that_chose_the_blocks_are_refused_before_the_model_writes(tmp_path, monkeypatch):
+    model = small_world.model()
+    texts_held = [{"text": "the sun is here " * 3}, {"text": "a leaf fell down " * 3}]
+    held = str(jsonl(tmp_path / "held.jsonl", *texts_held))
+    options = {"tokenizer": small_world.tokenizer(), "sequence_length": 48, "steps": 0}
+    chose = read_examples(None, small_world.tokenizer(), 2048, heldout=held, sequence_length=48).heldout
+    plan = planned.plan(model, [2], "attention", None)
+    plan = plan.changed(data={**plan.data, "heldout_rows": hashes_of_rows(chose)}, search="greedy")
+    monkeypatch.setattr(OwnText, "write", lambda *_: pytest.fail("written"))
+    with refused("3 of 3 held-out rows also chose the blocks"):
+        heal_into(plan, model, "own", tmp_path / "healed", heldout=held, **options)
 
 
 def test_healing_on_one_kind_of_text_says_what_is_unknown(tmp_path, unproven):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from data.conftest import jsonl
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.data.conversations import document_start, user_turn
@@ -17,7 +18,7 @@ from fulldepth.data.mixture import Mixture
 from fulldepth.data.opening import open_data
 from fulldepth.settings.search import HeldoutSettings
 from fulldepth.skip import own_text, search
-from fulldepth.skip.own_text import FILE, NOTES, with_own_text
+from fulldepth.skip.own_text import FILE, NOTES, OwnText, with_own_text
 from refusals import refused
 from skip.test_responses import decoder
 from skip.word_tokenizer import ASSISTANT, BOS, CHAT, EOS, TWO_WORDS, USER, tokenizer
@@ -40,7 +41,7 @@ def subject(template=None, name="llama"):
         model=model,
         tokenizer=tokenizer(template),
         hash="sha256:" + "a" * 64,
-        anatomy=SimpleNamespace(max_positions=64),
+        anatomy=SimpleNamespace(max_positions=64, vocab_size=None),
     )
 
 
@@ -272,6 +273,23 @@ def test_what_cannot_be_written_is_refused_before_the_model_writes(tmp_path):
     with refused("--max-sequences"):
         with_own_text("own=0.5,a.jsonl=0.5", subject(), settings(rows=None), tmp_path, Watcher())
     assert not list(tmp_path.iterdir())
+
+
+def test_other_data_and_the_search_are_checked_before_the_model_writes(tmp_path, monkeypatch):
+    """Each of them is refused only once there is text to search on."""
+    monkeypatch.setattr(OwnText, "write", lambda *_: pytest.fail("written"))
+    one_row = jsonl(tmp_path / "one.jsonl", {"text": "w1 w2 w3 w4"})
+    model = decoder("llama")
+    options = {"tokenizer": tokenizer(), "max_sequences": 20, "sequence_length": LENGTH, "progress": False}
+    for data, changes, message in (
+        ("own", {"heldout": "nobody/nothing"}, "nobody/nothing"),
+        (f"own,{one_row}", {}, "holds one document"),
+        ("own", {"blocks": 40}, "Cannot remove 40 blocks"),
+        ("own", {"blocks": None}, "How much to remove"),
+    ):
+        with refused(message):
+            search(model, data, output=tmp_path / "out", **{"blocks": 1, **options, **changes})
+    assert not (tmp_path / "out" / FILE).exists()
 
 
 def test_a_template_that_writes_nothing_before_the_user_starts_with_a_document(tmp_path):

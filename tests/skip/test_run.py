@@ -85,8 +85,10 @@ def test_other_files_are_not_written_over(checkpoint, tmp_path):
     assert [path.name for path in out.iterdir()] == ["responses.jsonl"]
 
 
-def test_a_model_is_read_hashed_and_proven_once(checkpoint, tmp_path, monkeypatch):
-    """However many steps use it: counted at every place of the package that holds the function."""
+def test_a_model_is_read_and_hashed_once(checkpoint, tmp_path, monkeypatch):
+    """However many steps use it: counted at every place of the package that holds the function. A model that writes
+    first is proven before it writes, and again on what it wrote.
+    """
     calls = []
 
     def counted(function):
@@ -103,7 +105,7 @@ def test_a_model_is_read_hashed_and_proven_once(checkpoint, tmp_path, monkeypatc
                 monkeypatch.setattr(module, name, counted(function))
     options = {"responses": 8, "max_new_tokens": 5}
     plan = search(checkpoint, str(tmp_path / "pairs.jsonl"), output=tmp_path / "out", settings=SETTINGS, **options)
-    assert sorted(calls) == ["model_hash", "read_examples", "verify"]
+    assert sorted(calls) == ["model_hash", "read_examples", "verify", "verify"]
     assert plan.data["responses"]["max_new_tokens"] == 5
 
 

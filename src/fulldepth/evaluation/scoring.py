@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.progress import Watcher
-from fulldepth.core.uncertainty import advisable, deal, identity, ratio_error, ratio_influence
+from fulldepth.core.uncertainty import advisable, counted, deal, identity, ratio_error, ratio_influence
 from fulldepth.data.conversations import reasoning_mark
 from fulldepth.evaluation.harness import SEED, Answers, LayerReader, layered_model, quiet, seeded
 from fulldepth.evaluation.loading import Loaded
@@ -141,7 +141,7 @@ def score_tasks(
                     watcher.advance(1)
         if lm.cut:
             scored.warnings.append(
-                f"{lm.cut:,} requests of {name} are longer than the model's positions; their beginnings were cut, as "
+                f"{counted(lm.cut, 'request')} of {name} did not fit in the model's positions; beginnings were cut, as "
                 "lm-eval does."
             )
     return scored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from fulldepth.skip.healed import (
 from fulldepth.skip.least_squares import Healing, refit, with_model
 from fulldepth.skip.own_text import FILE as OWN_TEXT
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.tasks import TaskReading, check_tasks, read_tasks
+from fulldepth.skip.tasks import TaskComparison, check_tasks
 from fulldepth.subject import chosen_tokenizer
 from fulldepth.training import train
 
@@ -62,8 +63,8 @@ def heal(
         plan: the plan, its file, or its folder. Weights that stay are refitted by least squares; then the model without
             the removed parts learns from its text and from the original's predictions (distillation), in adapters that
             are merged.
-            The control is the original, trained in the same way on the same tokens. Tasks are read last, if
-            there are any.
+            The control is the original, trained in the same way on the same tokens. Tasks, if there are any, are read
+            of the original first, and of the healed model last.
         model: the checkpoint that the plan was made for, or the loaded model, which does not change.
         data: as for `fulldepth.skip.search`, `own` and mixtures included. Own text is stored as `own.jsonl` in the
             output folder.
@@ -108,20 +109,20 @@ def heal(
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
     with locked(work):
         try:
-            healing = refit(plan, model, data, settings=settings, output=target, folder=work, **opened)
             saved_tokenizer = chosen_tokenizer(settings, tokenizer)
+            tasks = TaskComparison(model if saved_tokenizer is None else saved_tokenizer, work, watcher)
+            first = partial(tasks.read, "original") if settings.tasks else None
+            healing = refit(plan, model, data, settings=settings, output=target, folder=work, first=first, **opened)
             if settings.steps:
                 healing = _trained(healing, model, work, saved_tokenizer, watcher)
-            read: list[TaskReading] = []
             if settings.tasks:
-                label = "trained" if settings.steps else "refitted"
-                read = read_tasks(healing, label, model if saved_tokenizer is None else saved_tokenizer, work, watcher)
+                tasks.read("trained" if settings.steps else "refitted", healing.model, healing.settings)
             elif len(Mixture.of(data).sources) == 1:
                 watcher.say(
                     "The model is healed on one kind of text, and losses on other text are unknown. Read tasks with "
                     "--tasks, or heal on a mixture: --data own,FILE."
                 )
-            results = save_healed(healing, plan, target, saved_tokenizer, work, read)
+            results = save_healed(healing, plan, target, saved_tokenizer, work, tasks)
         except StoppedError:
             raise
         except FulldepthError:

@@ -50,7 +50,7 @@ from fulldepth.skip.least_squares import Healing, format_for
 from fulldepth.skip.own_text import FILE as OWN_TEXT
 from fulldepth.skip.own_text import NOTES as OWN_NOTES
 from fulldepth.skip.plan import HEALED, UNHEALED, Plan, differences, hashes_of_rows, in_sample
-from fulldepth.skip.tasks import TaskReading
+from fulldepth.skip.tasks import TaskComparison, TaskReading
 from fulldepth.subject import open_checkpoint
 
 KIND = "heal"
@@ -115,7 +115,7 @@ def save_healed(
     target: Path,
     tokenizer: Any = None,
     work: Path | None = None,
-    tasks: Sequence[TaskReading] = (),
+    tasks: TaskComparison | None = None,
 ) -> Results:
     """Write the healed model's folder: the checkpoint, `results.json`, `results.parquet` and `report.html`.
 
@@ -125,12 +125,14 @@ def save_healed(
         target: folder to create.
         tokenizer: as for `export`.
         work: folder whose text of the model's own is kept in the healed model's folder.
-        tasks: readings of the original and the healed model.
+        tasks: of the original and the healed model.
 
     Raises:
         FulldepthError: as `export`.
     """
-    results = healing_results(healing, plan, tasks)
+    readings = [] if tasks is None else tasks.readings
+    results = healing_results(healing, plan, readings)
+    results.meta["warnings"] += [] if tasks is None else tasks.warnings
     settings = healing.settings
     with folder_to_be(target) as folder:
         format = settings.format or format_for(healing.plan, healing.model)
@@ -146,7 +148,7 @@ def save_healed(
         notes |= {"plan": seen.document(), "notes": [*notes["notes"], "Healed: see report.html in this folder."]}
         write_text(folder / NOTES, json.dumps(notes, indent=1, ensure_ascii=False) + "\n")
         facts = (notes["logit_error"], notes["parameters"], notes["notes"])
-        card_of(healing.plan, FORMATS[format], *facts, healed=card_numbers(healing, tasks)).write(folder)
+        card_of(healing.plan, FORMATS[format], *facts, healed=card_numbers(healing, readings)).write(folder)
         names = [plan.model.name, str(target), *([str(settings.gguf)] if settings.gguf else [])]
         command = f"fulldepth skip bench {shlex.join(names)} --output bench/"
         results.meta["next"] = {"why": "time it beside the original:", "command": command}

@@ -17,7 +17,7 @@ Source: ReplaceMe (arXiv 2505.02819), which replaces contiguous layers by `W' = 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,7 +59,7 @@ from fulldepth.skip.exports.export import rehearse
 from fulldepth.skip.exports.fold import fold, probes
 from fulldepth.skip.exports.formats import FORMATS, as_stock, check_format, known_format
 from fulldepth.skip.exports.formats.gguf import Gguf
-from fulldepth.skip.own_text import with_own_text
+from fulldepth.skip.own_text import names_own, with_own_text
 from fulldepth.skip.plan import UNHEALED, Plan, decided, listed_rows, row_of
 from fulldepth.skip.problem import read_data
 from fulldepth.subject import Subject, chosen_tokenizer
@@ -121,6 +121,7 @@ def refit(
     heldout: Any = None,
     output: str | Path | None = None,
     folder: Path | None = None,
+    first: Callable[[PreTrainedModel, HealSettings], None] | None = None,
 ) -> Healing:
     """Heal the model of a plan by least squares on its own weights; see the docstring of this module.
 
@@ -138,6 +139,7 @@ def refit(
         heldout: data to measure on instead, with no row that chose the blocks.
         output: folder that the healed model will be written to; exports are tried there before the work (`rehearse`).
         folder: for text that the unmodified model writes itself, if `own` is among the data.
+        first: called with the original and the settings after everything is checked, and before the work.
 
     Raises:
         FulldepthError: if the plan is for another model, the model's branches cannot be healed (offloaded or quantised
@@ -151,10 +153,13 @@ def refit(
     with Subject.open(model, None, settings, needs={"language", "plain"}, tokenizer=tokenizer) as subject:
         original = subject.model
         _check_healing(plan, subject, settings, output, chosen_tokenizer(settings, tokenizer))
-        examples = read_data(
-            subject, with_own_text(data, subject, settings, folder, watcher), settings, heldout=heldout
-        )
+        if heldout is not None and names_own(data):  # before the model writes, which takes long
+            check_unseen(plan, read_data(subject, None, settings, heldout=heldout).heldout)
+        read = with_own_text(data, subject, settings, folder, watcher, heldout)
+        examples = read_data(subject, read, settings, heldout=heldout)
         fitting, choosing, unseen = split_rows(plan, examples, heldout is not None, settings.seed)
+        if first is not None:
+            first(original, settings)
         healed = copy.deepcopy(original)
         scales = fold(healed, plan).stream_scale
         models = {"original": original, "removed": healed}
@@ -270,14 +275,9 @@ def split_rows(
     drawn = set(np.random.default_rng(seed).permutation(documents)[: max(1, share)].tolist())
     rest, fifth = ([e for e in examples.train if (e.document in drawn) == part] for part in (False, True))
     choosing, unseen = (fifth, examples.heldout) if separate else (examples.heldout, fifth)
+    if separate:
+        check_unseen(plan, unseen)
     known = listed_rows(plan)
-    shared = sum(row_of(example) in known for example in unseen)
-    decision = decided(plan)
-    if separate and shared and decision:
-        raise FulldepthError(
-            f"{shared} of {len(unseen)} held-out rows also {decision}; healing is measured on others. Give other "
-            "held-out data, or none: rows of the data are kept apart then."
-        )
     unseen = [example for example in unseen if row_of(example) not in known]
     for rows, use in ((rest, "fit weights on"), (choosing, "choose ridges by"), (unseen, "measure healing on")):
         if not any(example.predicted for example in rows):
@@ -286,6 +286,22 @@ def split_rows(
                 "held-out ones. Give more data, or --heldout."
             )
     return rest, choosing, unseen
+
+
+def check_unseen(plan: Plan, heldout: Sequence[Example]) -> None:
+    """Check that no row to measure on chose the plan's blocks.
+
+    Raises:
+        FulldepthError: if one did.
+    """
+    known = listed_rows(plan)
+    shared = sum(row_of(example) in known for example in heldout)
+    decision = decided(plan)
+    if shared and decision:
+        raise FulldepthError(
+            f"{shared} of {len(heldout)} held-out rows also {decision}; healing is measured on others. Give other "
+            "held-out data, or none: rows of the data are kept apart then."
+        )
 
 
 def ends(anatomy: Anatomy, removed: frozenset[Branch]) -> dict[Branch, Branch]:

@@ -27,6 +27,7 @@ from fulldepth.data.tokens import check_positions, decode_ids, plain_ids
 from fulldepth.settings import Settings
 from fulldepth.settings.search import HeldoutSettings
 from fulldepth.skip.plan import differences
+from fulldepth.skip.problem import read_data
 from fulldepth.skip.sampling import check_writes, continuations, end_tokens
 from fulldepth.subject import Subject
 
@@ -66,8 +67,12 @@ def names_own(data: Any) -> bool:
     return any(isinstance(source, str) and source in NAMES for source in Mixture.of(data).sources)
 
 
-def with_own_text(data: Any, subject: Subject, settings: HeldoutSettings, folder: Path | None, watcher: Watcher) -> Any:
+def with_own_text(
+    data: Any, subject: Subject, settings: HeldoutSettings, folder: Path | None, watcher: Watcher, heldout: Any = None
+) -> Any:
     """The data with a file in place of `own`, after the model has written it, or the rest of it.
+
+    All other data are read before, so that what is wrong with them does not come up after the model has written.
 
     Args:
         data: as for `read_examples`.
@@ -76,13 +81,14 @@ def with_own_text(data: Any, subject: Subject, settings: HeldoutSettings, folder
             (default 256) with this `seed`, in batches of `batch_size`.
         folder: for `own.jsonl` and `own.json`; rows that are there are kept, so that an interrupted call goes on.
         watcher: receives the cost at the start, the speed after the first batch, and progress.
+        heldout: as for `read_examples`.
 
     Returns:
         `data` itself if no `own` is among them, else a `Mixture`.
 
     Raises:
         FulldepthError: for a model that writes no text or has no token to start with, no folder, and a file in it that
-            is damaged, or was written by another model or with other settings.
+            is damaged, or was written by another model or with other settings; as `read_examples`.
     """
     mixture = Mixture.of(data)
     places = [number for number, source in enumerate(mixture.sources) if isinstance(source, str) and source in NAMES]
@@ -93,12 +99,16 @@ def with_own_text(data: Any, subject: Subject, settings: HeldoutSettings, folder
     if folder is None:
         raise FulldepthError("The model's own text is stored: name an output folder, or the own.jsonl of another one.")
     check_writes(subject.model, "write text of its own")
-    if mixture.shares is not None:
-        mixture.limits(settings.max_sequences)  # refuses shares of an unknown number of rows
+    limits = mixture.limits(settings.max_sequences)  # refuses shares of an unknown number of rows
     name = mixture.sources[places[0]]
     rows = mixture.limits(settings.max_sequences or ROWS)[places[0]]
     assert rows is not None, "the number of rows is given"
     writer = OwnText.of(subject, NAMES[name], settings, rows)
+    others = [pair for number, pair in enumerate(zip(mixture.sources, limits, strict=True)) if number != places[0]]
+    if heldout is not None and not others:
+        others = [(None, settings.max_sequences)]
+    for source, limit in others:
+        read_data(subject, source, settings.model_copy(update={"max_sequences": limit}), heldout=heldout)
     return mixture.with_source(places[0], str(writer.write(folder, watcher)))
 
 

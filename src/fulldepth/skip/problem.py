@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 
 from fulldepth.core.distributed import Processes
 from fulldepth.core.errors import FulldepthError
+from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples, read_examples
+from fulldepth.data.tokens import plain_ids
 from fulldepth.execution.scoring import SCALED, ScoredBatch, Scorer, make_batches
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
@@ -26,6 +28,11 @@ from fulldepth.subject import Subject
 SMALL_CHUNK = 4
 """Chunks of few held-out sequences are of this size, also where batches are larger, so that progress is stored often.
 The greedy search, which may drop candidates after every chunk, goes down to single sequences."""
+
+
+SENTENCE = "The cat sat on the mat and looked at the birds in the garden."
+ROW_TOKENS = 8
+"""Text of a row that stands for others, and the most of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,19 @@ def read_data(subject: Subject, data: Any, settings: HeldoutSettings, *, heldout
         limit=settings.max_sequences,
         vocab_size=subject.anatomy.vocab_size,
     )
+
+
+def stand_in(subject: Subject) -> Examples:
+    """Two rows in place of text that the model has yet to write: whether it can be searched does not depend on them.
+
+    Raises:
+        FulldepthError: if there is no tokenizer.
+    """
+    if subject.tokenizer is None:
+        raise FulldepthError("The model has no tokenizer, so that it cannot write text. Give one.")
+    ids = plain_ids(subject.tokenizer, SENTENCE)[:ROW_TOKENS]
+    rows = [Example.of(ids, 1, len(ids), document=number) for number in range(2)]
+    return Examples(rows, rows)
 
 
 def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:

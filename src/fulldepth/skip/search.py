@@ -31,7 +31,7 @@ from fulldepth.skip.loss_cache import PROGRESS, LossCache
 from fulldepth.skip.outcome import KIND, search_results
 from fulldepth.skip.own_text import names_own, with_own_text
 from fulldepth.skip.plan import ENTRY, FILE, SCHEMA_VERSION, Factors, Loss, Plan, hashes_of_rows, name_of
-from fulldepth.skip.problem import SearchProblem, check_search_target, open_for_search
+from fulldepth.skip.problem import SearchProblem, open_for_search, stand_in
 from fulldepth.skip.rankings import rank_blocks
 from fulldepth.skip.responses import FILE as RESPONSES
 from fulldepth.skip.responses import Sampling, respond
@@ -104,14 +104,16 @@ def search(
             tried = process.is_main and not is_offloaded(subject.model) and subject.anatomy.not_serial is None
             if tried and (obstacle := export_obstacle(subject.model, settings.granularity)) is not None:
                 watcher.say(obstacle)
+            if responses is not None or names_own(data):
+                with SearchProblem.prepare(subject, stand_in(subject), settings):
+                    pass  # what the search cannot do is refused before the model writes, which takes long
             generation = None
             if responses is not None and folder is not None:
                 generation = process.first(partial(respond, subject, data, responses, folder, sampling, watcher))
                 data = str(folder / RESPONSES)
             read = data
             if names_own(data):
-                check_search_target(settings, subject.anatomy.num_layers)  # before the model writes, which takes long
-                read = process.first(partial(with_own_text, data, subject, settings, folder, watcher))
+                read = process.first(partial(with_own_text, data, subject, settings, folder, watcher, heldout))
             with SearchProblem.prepare(subject, read, settings, heldout=heldout) as problem:
                 plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
                 complete = folder is not None and all((folder / name).exists() for name in (DOCUMENT, PAGE))

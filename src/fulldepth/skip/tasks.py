@@ -1,9 +1,10 @@
-"""`read_tasks`: tasks of a healed model beside the original's, with errors paired by example."""
+"""`TaskComparison`: tasks of a healed model beside the original's, with errors paired by example."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from fulldepth.evaluation import EvaluateSettings, evaluate, load_tasks
 from fulldepth.hf import load_tokenizer
 from fulldepth.results import Finding, Results, difference_errors
 from fulldepth.settings.heal import HealSettings
-from fulldepth.skip.least_squares import Healing
 
 MEASURE = "task_score"
 NO_ERROR = "it takes three different examples, and scores that are means of examples"
@@ -87,37 +87,55 @@ def check_tasks(settings: HealSettings) -> None:
     load_tasks(evaluation_of(settings))
 
 
-def read_tasks(healing: Healing, label: str, tokenizer: Any, folder: Path, watcher: Watcher) -> list[TaskReading]:
-    """Score the original and the healed model on the tasks of the settings.
+@dataclass
+class TaskComparison:
+    """Tasks of the original and of the model that is healed from it; empty where none are asked for."""
 
-    Args:
-        healing: its last model is read, in memory: removed branches add zeros there.
-        label: of that model, for the folder.
-        tokenizer: of both models, or where it is saved.
-        folder: keeps the answers of an interrupted call.
-        watcher: receives progress.
+    tokenizer: Any
+    """Of both models, or where it is saved."""
+    folder: Path
+    """Keeps the answers of an interrupted call."""
+    watcher: Watcher
+    scores: dict[str, Results] = field(default_factory=dict)
+    """Name of a model -> its evaluation, the original's first."""
 
-    Raises:
-        FulldepthError: as `fulldepth.evaluate`.
-    """
-    settings = healing.settings
-    opened = tokenizer
-    if isinstance(tokenizer, str | Path):
-        opened = load_tokenizer(tokenizer, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
-    scored: list[Results] = []
-    for name, model in (("original", healing.original), (label, healing.model)):
-        watcher.say(f"Tasks of the {name} model.")
-        scored.append(
-            evaluate(
-                model,
-                output=folder / f"tasks-{name}",
-                settings=evaluation_of(settings),
-                tokenizer=opened,
-                resume=True,
-                watcher=watcher,
+    def read(self, name: str, model: Any, settings: HealSettings) -> None:
+        """Score a model, in memory: removed branches add zeros there.
+
+        Raises:
+            FulldepthError: as `fulldepth.evaluate`.
+        """
+        if isinstance(self.tokenizer, str | Path):
+            self.tokenizer = load_tokenizer(
+                self.tokenizer, revision=settings.revision, trust_remote_code=settings.trust_remote_code
             )
+        self.watcher.say(f"Tasks of the {name} model.")
+        self.scores[name] = evaluate(
+            model,
+            output=self.folder / f"tasks-{name}",
+            settings=evaluation_of(settings),
+            tokenizer=self.tokenizer,
+            resume=True,
+            watcher=self.watcher,
         )
-    return list(task_readings(*scored))
+
+    @property
+    def readings(self) -> list[TaskReading]:
+        """The main score of every task."""
+        return list(task_readings(*self.scores.values())) if self.scores else []
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings of the evaluations; one that holds for both models stands once, another one names its model."""
+        of_model = {name: results.meta["warnings"] for name, results in self.scores.items()}
+        shared = [text for text in next(iter(of_model.values()), []) if all(text in own for own in of_model.values())]
+        own = [
+            f"Tasks of the {name} model: {text}"
+            for name, texts in of_model.items()
+            for text in texts
+            if text not in shared
+        ]
+        return [f"Tasks: {text}" for text in shared] + own
 
 
 def task_readings(original: Results, healed: Results) -> Iterator[TaskReading]:
