@@ -183,6 +183,27 @@ def test_the_first_token_is_removed_on_request(texts):
     assert_allclose([found[key] for key in expected], [*expected.values()], rtol=1e-8, atol=1e-11)
 
 
+def test_the_first_token_alone_has_effects_only_where_parts_are_removed_at_it(texts):
+    """The token policy cls: of a single token only the removal at this token can be read."""
+    model = stock("llama")
+    results = measured(model, texts, token_policy="cls")
+    assert set(results.table.statistic) == {"loss_added", "standard_error_of_loss_added"}
+    said = {entry["measure"]: entry["reason"] for entry in results.meta["left_out"]}
+    assert "set effect_first=true" in said["layer_effect (all)"]
+    assert "no token precedes it" in said["layer_effect (future)"]
+    results = measured(model, texts, token_policy="cls", effect_first=True)
+    divergence = results.values("layer_effect", "divergence_all").to_numpy()
+    assert [entry["measure"] for entry in results.meta["left_out"]] == ["layer_effect (future)"]
+    for layer, value in enumerate(divergence):
+        gaps = []
+        for ids in tokens_of(texts):
+            whole, without = (
+                log_softmax(one_pass(model, "llama", ids, *removed, first=0)[1][0]) for removed in ((), (layer,))
+            )
+            gaps.append((np.exp(whole) * (whole - without)).sum())
+        assert value == pytest.approx(np.mean(gaps), rel=1e-7)
+
+
 def test_effects_do_not_depend_on_batches_and_drawn_positions_are_a_part_of_all(texts):
     model = stock("gpt2")
     tables_by_size = [

@@ -18,6 +18,7 @@ from data.conftest import jsonl
 from fulldepth.core.progress import Watcher
 from fulldepth.data import open_source, prepare
 from fulldepth.measurement import lens, linear_lens, measure
+from fulldepth.measurement.effects import EffectPass
 from fulldepth.metrics.linear_lens import STRENGTHS
 from fulldepth.results import PAGE, Results
 from golden import tables
@@ -233,6 +234,31 @@ def test_too_little_text(trained, pages, tmp_path, checkpoint):
     with refused("linear_lens_loss was asked for but cannot be measured", "predicts one class"):
         labelled = [{"text": text[:40], "label": n % 2} for n, text in enumerate(pages[:6])]
         measure(checkpoint("bert-classifier"), labelled, measures=LINEAR[1:])
+
+
+def test_too_little_text_is_refused_before_layers_are_removed(trained, pages, monkeypatch):
+    monkeypatch.setattr(EffectPass, "run", lambda *_: pytest.fail("removed layers"))
+    with refused("all 12 documents of texts are measured"):
+        measure(trained, pages[:12], measures=["layer_effect", *LINEAR], sequence_length=LENGTH)
+
+
+def test_generated_steps_are_read_as_in_the_whole_text(trained, tokenizer):
+    """The columns that predicted the new tokens, by maps that are fitted on the same text."""
+    steps = 5
+    options = {"linear": True, "top_k": 2, "fit": "corpus:builtin", "fit_sequences": 6}
+    generated = lens(trained, "the cat sat on the mat", generate=steps, **options)
+    (sample,) = generated.meta["lens_grid"]["samples"]
+    ids = tokenizer("the cat sat on the mat")["input_ids"]
+    model = stock(trained)
+    for _ in range(steps):
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    text = tokenizer.decode(ids)
+    assert tokenizer(text)["input_ids"] == ids
+    (whole,) = lens(trained, text, **options).meta["lens_grid"]["samples"]
+    columns = slice(len(ids) - 1 - steps, -1)
+    assert sample["grid"] == [row[columns] for row in whole["grid"]]
+    assert sample["targets"] == [tokenizer.decode([token]) for token in ids[-steps:]]
 
 
 def test_is_measured_only_by_name(trained, pages):

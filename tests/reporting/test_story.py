@@ -151,6 +151,19 @@ def test_layers_that_feed_later_tokens_and_layers_that_edit_a_prediction_are_nam
     )
 
 
+@pytest.mark.parametrize(("part", "name"), [("attention", "the attention"), ("mlp", "the MLP")])
+def test_parts_of_layers_and_single_layers_are_named(part, name):
+    told = paragraph(with_effects(*effects([0.5, None, None, 0.02, 0.03], [2.0, 1, 1, 0.2, 0.3], site=part)), META)
+    assert told["sentences"][1] == (
+        f"Removing {name} of layer 1 changes what later layers compute at later tokens (by over 10 %); removing {name} "
+        "of one of layers 4 and 5 changes mostly the prediction at the token where it is missing."
+    )
+    strip = profile(with_effects(*effects(LATER, [0.001, 0.01, 0.1, 1.0, 8.0, 0.03], site=part)))
+    (effect,) = [entry for entry in strip["rows"] if entry["name"] == "Effect"]
+    assert effect["texts"][2] == f"0.1 nats without its {name.removeprefix('the ')}"
+    assert effect["hint"] == f"strong = removal of its {name.removeprefix('the ')} changes predictions"
+
+
 @pytest.mark.parametrize("error", [0.3, math.nan])
 def test_no_effect_is_named_within_its_error(error):
     told = paragraph(with_effects(*effects(LATER, NOW, error)), META)["sentences"]

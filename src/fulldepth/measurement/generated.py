@@ -15,6 +15,7 @@ from fulldepth.core.targets import next_targets
 from fulldepth.data import Sequences, decode_ids
 from fulldepth.data.batches import Example, collate_texts, id_bytes
 from fulldepth.data.conversations import encode_prompt
+from fulldepth.data.records import TextRecord
 from fulldepth.hf import logits_of
 from fulldepth.subject import Subject
 
@@ -81,6 +82,7 @@ def continued(subject: Subject, texts: Sequence[str], steps: int, longest: int |
         num_targets=sum(example.predicted for example in examples),
         clusters=[example.document for example in examples],
         unit="text",
+        contents=frozenset(TextRecord(text=text).content for text in texts),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -161,26 +161,20 @@ def choosing(sequences: Sequences, seed: int) -> np.ndarray:
     return np.isin(clusters, drawn)
 
 
-@torch.inference_mode()
-def fit_linear_lens(
-    subject: Subject, settings: MeasureSettings, process: Processes, watcher: Watcher, device: torch.device
-) -> LinearLens:
-    """Fit the maps of layers 0..L-1 to layer L on positions with a target, as the lens reads them.
+class FittingText(NamedTuple):
+    """Text to fit the maps on."""
 
-    The sums of products of a layer take `4 D^2` float64 numbers. If those of all layers do not fit into half of the
-    free memory, layers are summed in groups, with a pass over the text for each.
+    sequences: Sequences
+    held_out: np.ndarray
+    """[N] bool: those that choose the ridge."""
 
-    Args:
-        subject: model and data.
-        settings: what to fit on; batch size, seed.
-        process: this process, which runs its share of the batches.
-        watcher: receives messages and progress.
-        device: of the sums.
+
+def fitting_text(subject: Subject, settings: MeasureSettings) -> FittingText:
+    """The text that the maps are fitted on, enough for them.
 
     Raises:
-        FulldepthError: if there is too little text, memory does not suffice, or an activation is NaN or infinite.
+        FulldepthError: if there is too little.
     """
-    layers = subject.anatomy.num_layers
     width = subject.verified.width
     sequences = fitting_sequences(subject, settings)
     positions = sequences.num_targets
@@ -190,7 +184,37 @@ def fit_linear_lens(
             f"{counted(len(sequences), 'sequence')} of {sequences.name} hold {positions:,}. "
             f"{enough(sequences, positions, width)}"
         )
-    held_out = choosing(sequences, settings.seed)
+    return FittingText(sequences, choosing(sequences, settings.seed))
+
+
+@torch.inference_mode()
+def fit_linear_lens(
+    subject: Subject,
+    text: FittingText,
+    settings: MeasureSettings,
+    process: Processes,
+    watcher: Watcher,
+    device: torch.device,
+) -> LinearLens:
+    """Fit the maps of layers 0..L-1 to layer L on positions with a target, as the lens reads them.
+
+    The sums of products of a layer take `4 D^2` float64 numbers. If those of all layers do not fit into half of the
+    free memory, layers are summed in groups, with a pass over the text for each.
+
+    Args:
+        subject: model and data.
+        text: from `fitting_text`.
+        settings: batch size.
+        process: this process, which runs its share of the batches.
+        watcher: receives messages and progress.
+        device: of the sums.
+
+    Raises:
+        FulldepthError: if memory does not suffice, or an activation is NaN or infinite.
+    """
+    layers = subject.anatomy.num_layers
+    width = subject.verified.width
+    sequences, held_out = text
     together = layers_at_once(layers, width, subject.model.dtype, device, process, watcher)
     groups = [range(layers)[start : start + together] for start in range(0, layers, together)]
     share = sequences.groups(settings.batch_size)[process.rank :: process.world]
@@ -210,7 +234,7 @@ def fit_linear_lens(
         "clusters": len({example.document for example in choosers}),
         "positions": sum(example.predicted for example in choosers),
     }
-    linear_lens = LinearLens(LinearMaps.joined(parts), sequences, positions, counts, width)
+    linear_lens = LinearLens(LinearMaps.joined(parts), sequences, sequences.num_targets, counts, width)
     watcher.say(linear_lens.sentence)
     return linear_lens
 

@@ -134,7 +134,7 @@ def make_plan(
     if verified.chained or not verified.branches:
         plan.sites.discard("attention_input")  # it equals the previous layer, or nothing inside the layer is measured
     if "layer_effect" in plan.measures:
-        plan.left_out += _parts_of_effects(subject, setup)
+        plan.left_out += _parts_of_effects(subject, setup, counting.policy, settings.effect_first)
     plan.masked_pass = sequences.masked and reads_predictions
     if not plan.measures:
         raise FulldepthError(
@@ -143,11 +143,23 @@ def make_plan(
     return plan
 
 
-def _parts_of_effects(subject: Subject, setup: Setup) -> list[dict[str, str]]:
-    """The entries of `left_out` for effects that this model and these data do not allow."""
+def _parts_of_effects(subject: Subject, setup: Setup, policy: str, first: bool) -> list[dict[str, str]]:
+    """The entries of `left_out` for effects that this model, these data and these settings do not allow.
+
+    Args:
+        subject: model and data.
+        setup: of the measures.
+        policy: the token policy.
+        first: whether parts are removed at the first token of a sequence, too.
+    """
     classifier = token_head(subject)
+    alone = "the token policy cls counts the first token alone"
     reasons = {
-        "future": (setup.sequence_length <= STRIDE, f"no sequence is longer than {STRIDE} tokens"),
+        "all": (policy == "cls" and not first, f"{alone}, at which no part is removed; set effect_first=true"),
+        "future": (
+            policy == "cls" or setup.sequence_length <= STRIDE,
+            f"{alone}, and no token precedes it" if policy == "cls" else f"no sequence is longer than {STRIDE} tokens",
+        ),
         "predictions": (classifier is None, f"{subject.kind} has no head known here that predicts at every position"),
         "loss_added": (classifier is not None and not subject.sequences.num_targets, NO_TARGET),
     }

@@ -30,7 +30,7 @@ from fulldepth.measurement.caveats import EMPTY, NO_TARGET, caveats, gaps, sampl
 from fulldepth.measurement.effects import EffectPass
 from fulldepth.measurement.generated import continued, steps_of
 from fulldepth.measurement.headline import Clusters, headline
-from fulldepth.measurement.linear_lens import LinearLens, fit_linear_lens
+from fulldepth.measurement.linear_lens import LinearLens, fit_linear_lens, fitting_text
 from fulldepth.measurement.passes import Clock, StepProgress, run_pass, weigh
 from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan
 from fulldepth.measurement.series import (
@@ -414,13 +414,16 @@ def measure_subject(
     if "spectral_norm" in plan.measures:  # before the batches, after which the rest of the time is estimated
         watcher.begin("Computing the norms of weights", num_projections(subject.anatomy))
         weigh(subject, plan, process, clock, watcher.advance)
+    fitting = None
+    if not plan.measures.keys().isdisjoint(LINEAR_LENS):  # found out before the passes of `layer_effect`
+        fitting = fitting_text(subject, settings)
     if "layer_effect" in plan.measures:
         with clock("layer_effect"):
             EffectPass(subject, plan, settings, process, watcher).run()
     linear_lens = None
-    if not plan.measures.keys().isdisjoint(LINEAR_LENS):
+    if fitting is not None:
         with clock("linear lens (fit)"):
-            linear_lens = fit_linear_lens(subject, settings, process, watcher, setup.device)
+            linear_lens = fit_linear_lens(subject, fitting, settings, process, watcher, setup.device)
     maps = None if linear_lens is None else linear_lens.maps
     grid = run_pass(subject, plan, settings, process, clock, reference=reference, maps=maps, watcher=watcher)
     watcher.begin("Computing statistics and their errors", sum(measure.steps for measure in plan.measures.values()))

@@ -38,8 +38,8 @@ EARLY = 0.9
 """Share of the layers up to which a layer with nearly all of the accuracy is worth a sentence."""
 BLOCKS = 4
 """Number of blocks that the suggested search removes, for deep models."""
-PARTS = ("layer", "attention", "mlp")
-"""Parts that `layer_effect` removes."""
+PARTS = {"layer": "", "attention": "attention", "mlp": "MLP"}
+"""Part that `layer_effect` removes -> its name in sentences; a whole layer needs none."""
 WEAKEST = 0.01
 STRONGEST = 1.0
 """Divergences in nats of the lightest and the darkest shade, on a logarithmic scale."""
@@ -66,10 +66,16 @@ class Facts:
         """The values of the first statistic that the table has, by layer, at a site."""
         return Values(curve_of(self.table, measure, "|".join(statistics), site).points)
 
+    @cached_property
+    def removed_part(self) -> str | None:
+        """The part that `layer_effect` removed: whole layers, or else the first of `PARTS` in the table."""
+        measured = (part for part in PARTS if self.values("layer_effect", "later_all", "divergence_all", site=part))
+        return next(measured, None)
+
     def effect(self, statistic: str) -> Values:
-        """A statistic of `layer_effect` by removed layer; of whole layers, or else of the first part in the table."""
-        sites = [site for site in PARTS if self.values("layer_effect", "later_all", "divergence_all", site=site)]
-        return self.values("layer_effect", statistic, site=sites[0]) if sites else Values()
+        """A statistic of `layer_effect` by the layer that was removed, or whose `removed_part` was."""
+        part = self.removed_part
+        return Values() if part is None else self.values("layer_effect", statistic, site=part)
 
     @cached_property
     def displacement(self) -> Values:
@@ -201,14 +207,19 @@ def _effect(facts: Facts) -> str:
         [math.hypot(now_error[layer], future_error[layer]) for layer in below],
     )
     alone = [layer for layer, yes in zip(below, nearer, strict=True) if yes and now[layer] > future[layer]]
+    part = facts.removed_part or "layer"
     share = f"{100 * FEEDS:.0f} %"
-    hurts = (
-        f"Removing one of {layer_spans(feeding)} changes what later layers compute at later tokens (by over {share})"
-    )
-    edits = f"one of {layer_spans(alone)} changes mostly the prediction at the token where it is missing"
+    hurts = f"Removing {_one_of(feeding, part)} changes what later layers compute at later tokens (by over {share})"
+    edits = f"{_one_of(alone, part)} changes mostly the prediction at the token where it is missing"
     if feeding and alone:
         return f"{hurts}; removing {edits}."
     return f"{hurts}." if feeding else f"Removing {edits} (later tokens by under {share})." if alone else ""
+
+
+def _one_of(layers: list[int], part: str) -> str:
+    """What is removed, in words: `one of layers 2 to 5`, `the attention of layer 1`."""
+    whose = f"the {PARTS[part]} of " * bool(PARTS[part])
+    return whose + "one of " * (len(layers) > 1) + layer_spans(layers)
 
 
 def _late(facts: Facts) -> str:
@@ -288,6 +299,8 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
     errors = {layer: plus_minus(error) for layer, error in facts.errors.items()}
     scale = math.log(HIGHEST / LOWEST)
     effect_scale = math.log(STRONGEST / WEAKEST)
+    part = PARTS[facts.removed_part or "layer"]
+    whose = f"of its {part} " if part else ""
     depths = range(1, facts.layers + 1)
     darkest = len(SEQUENTIAL) - 1
     rows: list[dict[str, Any]] = []
@@ -302,9 +315,9 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
             lambda _, value: f"coherence {value:.2f}",
         ),
         (
-            "Effect", "strong = removal changes predictions", "effect_output",
+            "Effect", f"strong = removal {whose}changes predictions", "effect_output",
             {at: math.log(max(value, WEAKEST) / WEAKEST) / effect_scale for at, value in effect.items()},
-            lambda at, _: f"{effect[at]:.3g} nats without it",
+            lambda at, _: f"{effect[at]:.3g} nats without {f'its {part}' if part else 'it'}",
         ),
         (
             "Settled", "strong = predictions final", "saturation", facts.settled,
