@@ -129,6 +129,17 @@ def test_a_series_whose_past_is_another_is_not_extended(measured, run, checkpoin
         assert times(tmp_path / "again") == before
 
 
+def test_checkpoints_that_are_left_out_are_named(measured, run, tmp_path):
+    settings = SETTINGS.model_copy(update={"measures": ["displacement"]})
+    for step in (200, 300):
+        (run / f"checkpoint-{step}").mkdir()
+    results, said = measured(run, tmp_path / "out", settings)
+    (line,) = of(said, "left out: still being written")
+    assert line.startswith(f"'checkpoint-200', 'checkpoint-300' in {run} are left out")
+    assert line in results.meta["warnings"]
+    assert steps_of(results) == STEPS
+
+
 def test_a_trainer_state_without_a_step_names_none(tmp_path):
     for state in ("{", "[]", *(f'{{"global_step": {step}}}' for step in ("-1", "true", "1.5"))):
         (tmp_path / "trainer_state.json").write_text(state)

@@ -164,6 +164,13 @@ def test_parts_of_layers_and_single_layers_are_named(part, name):
     assert effect["hint"] == f"strong = removal of its {name.removeprefix('the ')} changes predictions"
 
 
+def test_small_displacements_are_no_zeros():
+    small = facts([0.2, 0.0006, 0.2, 0.0002])
+    (strip,) = profile(small)["rows"]
+    assert strip["texts"][1::2] == ["displacement 0.001 ± 0.0001", "displacement below 0.0005"]
+    assert "displacement is below 0.0005 (2 degrees)" in " ".join(paragraph(small, META)["sentences"])
+
+
 @pytest.mark.parametrize("error", [0.3, math.nan])
 def test_no_effect_is_named_within_its_error(error):
     told = paragraph(with_effects(*effects(LATER, NOW, error)), META)["sentences"]

@@ -183,6 +183,15 @@ def test_headline_numbers_become_differences():
     assert "mean_coherence:b" not in found
 
 
+def test_equal_numbers_whose_errors_are_zero_state_none():
+    """No jump in either model, whatever the documents: no error of another sample is known."""
+    rows = [row("jump_rate", 4, 0.0, name, unit="%") for name in ("value", "standard_error")]
+    entry = versus(measurement(4, rows), measurement(4, rows)).headline["zeta_L:b"]
+    assert entry["standard_error"] is None
+    assert "the same for all of the data" in entry["no_standard_error"]
+    assert entry["sentence"].endswith("no difference.")
+
+
 @pytest.mark.parametrize(
     ("part", "changes", "warned"),
     [

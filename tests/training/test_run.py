@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from itertools import pairwise
 
 import pytest
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
+from fulldepth.core.progress import Watcher
 from fulldepth.data import pack
 from fulldepth.hf import seal
 from fulldepth.results import Results
@@ -136,6 +139,13 @@ def test_scaled_norms_are_exported_as_the_gains_of_an_ordinary_llama(recipe, tmp
     assert not (tmp_path / "none").exists()
 
 
+def test_switches_of_another_type_are_refused_before_a_tokenizer_is_trained(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("fulldepth.training.text.train_tokenizer", lambda *_: pytest.fail("trained a tokenizer"))
+    path = recipe(model={**MODEL, "norm_scaling": True}, tokenizer="builtin:300")
+    with refused("model.norm_scaling is an option of model.type=depth_llama; llama has none."):
+        train_by(path, tmp_path / "run")
+
+
 def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):
     train_by(recipe(steps=2, eval_every=2, save_every=1), tmp_path / "run")
     for dtype in (None, "bfloat16"):
@@ -144,6 +154,14 @@ def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):
         assert model.dtype == (torch.bfloat16 if dtype else torch.float32)
         AutoTokenizer.from_pretrained(made)
         assert not list(made.glob("optimizer*")) + list(made.glob("rng*"))
+    cut = shutil.copytree(tmp_path / "run", tmp_path / "cut")
+    os.truncate(cut / "checkpoint-2" / "model.safetensors", 5000)
+    said = []
+    export_run(cut, tmp_path / "first", watcher=Watcher(say=said.append))
+    assert said[:2] == [
+        f"'checkpoint-2' in {cut} is left out: still being written, interrupted, or damaged.",
+        f"Exporting {cut / 'checkpoint-1'}",
+    ]
     for run, options, word in (
         (tmp_path / "run", {"output": tmp_path / "None"}, "exists already"),
         (tmp_path / "run", {"output": tmp_path / "new", "step": 5}, "checkpoint-5"),

@@ -96,6 +96,12 @@ def plus_minus(error: float | None, decimals: int | None = None) -> str:
     return f"± {error:.{1 - math.floor(math.log10(error))}f}" if "e-" in text else f"± {text}"
 
 
+def to_decimals(value: float, decimals: int = 3) -> str:
+    """A number of at least 0 with a fixed number of decimals; `below 0.0005` where they would all be zeros."""
+    least = 0.5 * 10.0**-decimals
+    return f"below {least:.{decimals + 1}f}" if 0 < value < least else f"{value:.{decimals}f}"
+
+
 def brief(message: str, most: int = 950) -> str:
     """A message of several lines in at most `most` characters, with the number of omitted lines."""
     lines = [one_line(line, most) for line in message[: 100 * most].splitlines()]

@@ -14,11 +14,13 @@ from pydantic import JsonValue, NonNegativeInt
 from safetensors import safe_open
 from torch import nn
 
-from fulldepth.core.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError, names_of
 from fulldepth.core.files import atomic, read_document, read_json, reading, temporary_name
 
 SEAL = "complete.json"
 """The file that is written last into a checkpoint: sizes and hashes of its files, and notes of the run."""
+NAMED = 4
+"""Most checkpoints that a message names."""
 UNFINISHED = "unfinished"
 """The file that is written first into a checkpoint, and removed after the seal is written."""
 
@@ -42,6 +44,18 @@ def find_checkpoints(run: str | Path) -> list[tuple[int, Path]]:
     candidates = [(step, path) for step, path in _numbered(Path(run)) if (path / "config.json").is_file()]
     sealed = any((path / SEAL).exists() for _, path in candidates)
     return sorted((step, path) for step, path in candidates if not sealed or is_sealed(path))
+
+
+def incomplete_checkpoints(run: str | Path) -> str | None:
+    """Return a sentence that names the checkpoints of a run that `find_checkpoints` leaves out; None if it has all."""
+    complete = {path for _, path in find_checkpoints(run)}
+    names = [path.name for _, path in sorted(_numbered(Path(run))) if path not in complete]
+    if not names:
+        return None
+    which = names_of(names[-NAMED:])
+    verb = "is" if len(names) == 1 else "are"
+    more = f" and {len(names) - NAMED} before" if len(names) > NAMED else ""
+    return f"{which}{more} in {run} {verb} left out: still being written, interrupted, or damaged."
 
 
 def sealed_checkpoints(run: str | Path) -> list[tuple[int, Path]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from fulldepth.core.errors import plus_minus
+from fulldepth.core.errors import plus_minus, to_decimals
 from fulldepth.core.thresholds import COPY, NOISE
 from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, measurable, plural
 from fulldepth.data.batches import Sequences
@@ -81,8 +81,10 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
     middle = pd.Series(
         [value("displacement", "mean", layer) for layer in range(1, num_layers)], dtype="float64"
     ).median()
-    sentence = f"The last layer's displacement is {last:.3f} (0 = copies its input, 0.5 = turns it to a right angle)"
-    sentence += "." if math.isnan(middle) else f"; the layers before it have a median of {middle:.3f}."
+    sentence = (
+        f"The last layer's displacement is {to_decimals(last)} (0 = copies its input, 0.5 = turns it to a right angle)"
+    )
+    sentence += "." if math.isnan(middle) else f"; the layers before it have a median of {to_decimals(middle)}."
     findings["last_layer_displacement"] = Finding(last, "1", sentence, error)
 
     name = "mean_corrected_of_layers"
@@ -129,8 +131,8 @@ def _linear_gain(gain: float, error: float, last: int) -> Finding:
         sentence = f"No measurable difference between linear and plain lens in early layers ({layers}): {amount}."
     elif gain > 0:
         sentence = (
-            f"Early layers ({layers}) know {amount} of the tokens that the plain lens does not see: accuracy of the "
-            "linear lens minus that of the plain lens, mean over these layers."
+            f"Early layers ({layers}) know more than the plain lens sees: the linear lens predicts {amount} more of "
+            "all tokens right, mean over these layers."
         )
     else:
         sentence = f"In early layers ({layers}) the linear lens is less accurate than the plain lens, by {amount}."

@@ -17,7 +17,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import reading
 from fulldepth.core.progress import Watcher, without_repeats
 from fulldepth.data import Sequences, Source
-from fulldepth.hf import find_checkpoints, has_weights, packaged, trained_steps
+from fulldepth.hf import find_checkpoints, has_weights, incomplete_checkpoints, packaged, trained_steps
 from fulldepth.results import COLUMNS, DOCUMENT, GROUPS, PAGE, TABLE, Results, joined_influences
 from fulldepth.settings.measure import SPEED_ONLY, MeasureSettings
 
@@ -105,7 +105,7 @@ class SeriesPoint:
 def series_points(
     run: str | Path, data: Source | Sequences, settings: MeasureSettings
 ) -> tuple[list[SeriesPoint], list[str]]:
-    """Every `checkpoint-N` of a training run and its final model, by step; and notes on the final model.
+    """Every complete `checkpoint-N` of a training run and its final model, by step; and notes on what is left out.
 
     The final model in the run's folder is a separate point if its weights differ from those of every checkpoint and
     its `trainer_state.json` names a later step than the last checkpoint's.
@@ -113,7 +113,8 @@ def series_points(
     steps = find_checkpoints(run)
     models = [hash_contents(place) for _, place in steps]
     names = [place.name for _, place in steps]
-    remarks: list[str] = []
+    left_out = incomplete_checkpoints(run)
+    remarks = [] if left_out is None else [left_out]
     final = hash_contents(run) if has_weights(run) else None
     if final is not None and _weights(final) not in map(_weights, models):
         step = trained_steps(run)

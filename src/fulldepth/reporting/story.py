@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fulldepth.core.errors import plus_minus
+from fulldepth.core.errors import plus_minus, to_decimals
 from fulldepth.core.thresholds import FEEDS, IDLE, LARGE_JUMP, degrees
 from fulldepth.core.uncertainty import measurable
 from fulldepth.reporting.phrases import short
@@ -170,8 +170,8 @@ def _last(facts: Facts) -> str:
     median, median_error = facts.median
     if math.isnan(last + error) or not median > 0:
         return ""
-    amount = f"{last:.3f} {plus_minus(error)} ({degrees(last):.0f} degrees)"
-    middle = f"the median layer ({median:.3f}, {degrees(median):.0f} degrees)"
+    amount = f"{_with_error(last, error)} ({degrees(last):.0f} degrees)"
+    middle = f"the median layer ({to_decimals(median)}, {degrees(median):.0f} degrees)"
     ratio = degrees(last) / degrees(median)
     if not facts.beyond(median, median_error, [facts.layers]):
         sentence = f"The last layer’s displacement, {amount}, does not differ measurably from that of {middle}."
@@ -214,6 +214,12 @@ def _effect(facts: Facts) -> str:
     if feeding and alone:
         return f"{hurts}; removing {edits}."
     return f"{hurts}." if feeding else f"Removing {edits} (later tokens by under {share})." if alone else ""
+
+
+def _with_error(displacement: float, error: float) -> str:
+    """A displacement with its standard error; `below 0.0005` needs none."""
+    text = to_decimals(displacement)
+    return text if text.startswith("below") else f"{text} {plus_minus(error)}".strip()
 
 
 def _one_of(layers: list[int], part: str) -> str:
@@ -296,7 +302,6 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
     effect = facts.effect("divergence_all")
     if not facts.displacement and not effect:
         return None
-    errors = {layer: plus_minus(error) for layer, error in facts.errors.items()}
     scale = math.log(HIGHEST / LOWEST)
     effect_scale = math.log(STRONGEST / WEAKEST)
     part = PARTS[facts.removed_part or "layer"]
@@ -308,7 +313,7 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
         (
             "Displacement", "strong = turns far", "displacement",
             {layer: math.log(max(mean, LOWEST) / LOWEST) / scale for layer, mean in facts.displacement.items()},
-            lambda at, _: f"displacement {facts.displacement[at]:.3f} {errors.get(at, '')}".strip(),
+            lambda at, _: f"displacement {_with_error(facts.displacement[at], facts.errors[at])}",
         ),
         (
             "Coherence", "strong = copies", "coherence", facts.values("coherence", "mean_corrected", "mean"),

@@ -36,6 +36,8 @@ NUMBERS = {
     "median_saturation": Number("Median saturation layer", "saturation", "median", None),
     "effective_depth": Number("Effective depth", "effective_depth", "relative_eps=0.05", None),
 }
+NO_SPREAD = "it is the same for all of the data, which says nothing of other data"
+"""Reason for a difference without an error."""
 PRINTED = 5e-5
 """Smallest change of a displacement that does not round to zero in a sentence."""
 ROUNDING = 2**-23
@@ -166,7 +168,7 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
         if row is None or base_row is None:
             continue
         difference = float(row["value"] - base_row["value"])
-        error = float(row["difference_error"])
+        error = float(row["difference_error"]) or math.nan  # an error of 0 says nothing of other data
         interval = intervals.get((name, model["label"]))
         spread = SIGNIFICANT * error
         low, high = (interval.low, interval.high) if interval else (difference - spread, difference + spread)
@@ -191,7 +193,9 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
             f"{rounded(base_row['value'], '.3g')}{unit} in {baseline['label']}; {verdict}."
         )
         stated = None if math.isnan(error) else error
-        yield name, Finding(difference, row["unit"], sentence, stated, interval=(low, high) if interval else None)
+        reason = NO_SPREAD if row["difference_error"] == 0 else None
+        ends_of = (low, high) if interval else None
+        yield name, Finding(difference, row["unit"], sentence, stated, interval=ends_of, no_standard_error=reason)
 
 
 def _test(paired: bool) -> str:

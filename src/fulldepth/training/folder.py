@@ -29,6 +29,7 @@ from fulldepth.hf import (
     evaluating,
     find_exit_heads,
     find_tokenizer,
+    incomplete_checkpoints,
     is_sealed,
     load_processor,
     load_tokenizer,
@@ -394,6 +395,8 @@ def export_run(
         load_tokenizer(tokenizer)  # refuses damaged files, which would be copied
     if (checkpoint / "preprocessor_config.json").exists():
         load_processor(checkpoint, None)
+    if step is None and (remark := incomplete_checkpoints(run)) is not None:
+        watcher.say(remark)
     watcher.say(f"Exporting {checkpoint}")
     with folder_to_be(target) as part:
         weights_anew = WEIGHT_FILES if dtype is not None or stock else ()

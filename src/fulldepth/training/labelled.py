@@ -30,7 +30,7 @@ from fulldepth.data.labelled import (
 from fulldepth.execution.stream import is_close, relative_error
 from fulldepth.hf import evaluating, load_processor
 from fulldepth.settings.train import AugmentationSettings, DataSettings, TrainSettings
-from fulldepth.training.model import WEIGHTS, build_config, special_tokens
+from fulldepth.training.model import WEIGHTS, build_config, check_options, special_tokens
 from fulldepth.training.text import run_tokenizer
 from fulldepth.training.trainer import RunData
 
@@ -206,6 +206,7 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
     Raises:
         FulldepthError: if data, tokenizer and model do not fit each other.
     """
+    check_options(settings.model, settings.task)  # before a tokenizer is trained
     watcher.say(f"Reading {settings.data.name}")
     parts, warnings = labelled_data(settings)
     texts = [text for record in parts[0].of(TextRecord) for text in record.texts]

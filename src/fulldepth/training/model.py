@@ -61,7 +61,7 @@ from fulldepth.hf.promises import withdraw_promises
 from fulldepth.hf.scalars import ROLES
 from fulldepth.hf.tying import UNTIED, state_untied, stores_apart
 from fulldepth.losses import use_detection_loss
-from fulldepth.settings.train import ModelSettings, TrainSettings
+from fulldepth.settings.train import SWITCHES, ModelSettings, TrainSettings
 from fulldepth.training.initial import draw_weights
 from fulldepth.training.lora import add_adapters
 
@@ -117,6 +117,38 @@ HEADS = {
 """`TrainSettings.task` -> its models."""
 
 
+class Options(NamedTuple):
+    """What a model's configuration is built from."""
+
+    base: PreTrainedConfig | None
+    """That of the checkpoint to start from."""
+    kind: type[PreTrainedConfig]
+    names: set[str]
+    """Names of its options."""
+
+
+def check_options(model: ModelSettings, task: str) -> Options:
+    """Check before anything is made for the model that its type has the options that are given.
+
+    Raises:
+        FulldepthError: for an unknown type or option, or a checkpoint of another type.
+    """
+    try:
+        base = None if model.checkpoint is None else load_config(model.checkpoint)
+    except FulldepthError as error:
+        raise FulldepthError(f"{error} model.checkpoint must name the checkpoint that training starts from.") from error
+    kind = _kind(model, base, task)
+    named = {field.name for field in fields(kind)} | set(inspect.signature(kind.__init__).parameters)
+    known = {name for name in named | set(kind.attribute_map) if not name.startswith("_")} - NOT_OPTIONS
+    for name in model.model_extra or {}:
+        if name in known or (name == "num_labels" and task != "causal-lm"):
+            continue
+        if name in SWITCHES:
+            raise FulldepthError(f"model.{name} is an option of model.type=depth_llama; {kind.model_type} has none.")
+        raise unknown(f"option of {kind.model_type} under `model`", name, known)
+    return Options(base, kind, known)
+
+
 def build_config(
     model: ModelSettings,
     *,
@@ -143,17 +175,8 @@ def build_config(
         FulldepthError: for an unknown type or option, values that the class refuses, fewer embeddings than the
             tokenizer has tokens, fewer positions than a sequence has tokens, or a checkpoint of another type.
     """
-    try:
-        base = None if model.checkpoint is None else load_config(model.checkpoint)
-    except FulldepthError as error:
-        raise FulldepthError(f"{error} model.checkpoint must name the checkpoint that training starts from.") from error
-    kind = _kind(model, base, task)
+    base, kind, known = check_options(model, task)
     given = dict(model.model_extra or {})
-    named = {field.name for field in fields(kind)} | set(inspect.signature(kind.__init__).parameters)
-    known = {name for name in named | set(kind.attribute_map) if not name.startswith("_")} - NOT_OPTIONS
-    for name in given:
-        if name not in known and (name != "num_labels" or task == "causal-lm"):
-            raise unknown(f"option of {kind.model_type} under `model`", name, known)
     ids: dict[str, Any] = {name: value for name, value in (special_tokens or {}).items() if value is not None}
     if classes is not None:
         given.pop("num_labels", None)  # checked against the classes

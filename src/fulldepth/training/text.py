@@ -32,7 +32,7 @@ from fulldepth.hf import checkpoint_of, evaluating, find_tokenizer, load_tokeniz
 from fulldepth.losses import ObjectiveMixin
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.folder import TOKENIZER
-from fulldepth.training.model import build_config, special_tokens
+from fulldepth.training.model import build_config, check_options, special_tokens
 from fulldepth.training.trainer import RunData, RunMixin, make_objective, trl_module, window_collator
 
 MOST_TOKENS = 1 << 20
@@ -127,6 +127,7 @@ def language_model(
     Raises:
         FulldepthError: if a teacher has other tokens; as `run_tokenizer` and `build_config`.
     """
+    check_options(settings.model, settings.task)  # before a tokenizer is trained
     tokenizer = run_tokenizer(settings, folder, arguments, watcher)
     distillation: Any = make_objective(settings).terms.get("distillation")
     source = distillation and find_tokenizer(checkpoint_of(distillation.teacher))
