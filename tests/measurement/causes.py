@@ -73,6 +73,7 @@ FAMILIES = {
     "qwen3": Family(tf.Qwen3ForCausalLM, GROUPED),
     "gemma2": Family(tf.Gemma2ForCausalLM, {**GROUPED, **WINDOWED}, **POST_NORM),
     "olmo2": Family(tf.Olmo2ForCausalLM, {**PLAIN, "num_key_value_heads": 2}, **POST_NORM),
+    "glm4": Family(tf.Glm4ForCausalLM, GROUPED, attention="post_self_attn_layernorm", mlp="post_mlp_layernorm"),
     "phi": Family(tf.PhiForCausalLM, PLAIN, parallel=True),
     "gpt_neox": Family(tf.GPTNeoXForCausalLM, PLAIN, "gpt_neox.layers", "attention", parallel=True),
     "gpt2": Family(

@@ -223,6 +223,14 @@ GEMMA = replace(
 )
 """Gemma 2 and 3: norms before and after both branches."""
 
+GLM4 = replace(
+    LLAMA,
+    name="glm4",
+    attention_branch="post_self_attn_layernorm",
+    mlp_branch="post_mlp_layernorm",
+)
+"""GLM-4 of 2025: norms before and after both branches."""
+
 GPT2 = Family(
     "gpt2",
     blocks="h",
@@ -405,6 +413,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     **{name: (replace(LLAMA, name=name),) for name in ("mistral", "qwen2", "qwen3")},
     "gemma2": (replace(GEMMA, name="gemma2"),),
     "gemma3_text": (replace(GEMMA, name="gemma3"),),
+    "glm4": (GLM4,),
     "gpt2": (GPT2,),
     "gpt_neox": (GPT_NEOX,),
     "bert": (BERT,),
