@@ -13,9 +13,11 @@ from numpy.testing import assert_allclose
 
 import fulldepth
 import tiny_models
+from families import zoo
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from golden import tables
+from refusals import refused
 
 LENGTH = 28
 PATHS = {
@@ -181,6 +183,37 @@ def test_the_first_token_is_removed_on_request(texts):
     expected = plain_loop(model, "llama", "layer", sequences, starts, first=0)
     assert found.keys() == expected.keys()
     assert_allclose([found[key] for key in expected], [*expected.values()], rtol=1e-8, atol=1e-11)
+
+
+def test_a_model_of_one_layer_has_no_later_layer(texts):
+    config = stock("llama").config
+    config.num_hidden_layers = 1
+    model = type(stock("llama"))(config).double().eval()
+    results = measured(model, texts, effect_parts="layer,attention")
+    for part in ("layer", "attention"):
+        losses = []
+        for ids in tokens_of(texts):
+            whole, without = (
+                log_softmax(one_pass(model, "llama", ids, *removed, part=part)[1])[:-1] for removed in ((), (0,))
+            )
+            losses += (whole - without)[np.arange(len(ids) - 1), ids[1:]].tolist()
+        (found,) = results.values("layer_effect", "loss_added", site=part)
+        assert found == pytest.approx(np.mean(losses), rel=1e-8)
+    assert not {"mean_all", "later_all"} & {*results.table.statistic}
+
+
+def test_quantiles_are_of_all_tokens_also_where_other_measures_read_means(texts):
+    model = stock("llama")
+    kept = [measured(model, texts, exact=True, token_policy=policy).table for policy in ("no-first", "mean")]
+    one, other = (table[table.statistic == "q90_all"].value.to_numpy() for table in kept)
+    assert_allclose(one, other, rtol=1e-9)
+
+
+def test_a_bidirectional_model_has_no_later_tokens():
+    model = zoo.build("xlnet", "causal-lm")
+    model.resize_token_embeddings(len(tables.tokenizer()), mean_resizing=False)
+    with refused("layer_effect was asked for", "reads later tokens"):
+        measured(model, ["the cat sat on the mat"] * 4)
 
 
 def test_the_first_token_alone_has_effects_only_where_parts_are_removed_at_it(texts):

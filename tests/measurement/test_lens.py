@@ -132,3 +132,7 @@ def test_generation_from_the_command_line(trained, main, tmp_path):
     assert (tmp_path / "out" / PAGE).is_file()
     with refused("at most --generate"):
         lens(trained, TEXT, generate=4000)
+    with refused("Give a shorter prompt."):
+        lens(trained, TEXT * 200, generate=3)
+    with refused("Text 2 is blank"):
+        lens(trained, [TEXT, " "])

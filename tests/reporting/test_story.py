@@ -187,6 +187,14 @@ def test_a_layer_that_changes_later_predictions_as_much_edits_none_alone():
     assert not any("Removing" in text for text in paragraph(with_effects(*rows), META)["sentences"])
 
 
+def test_mostly_means_more_than_half():
+    rows = effects([0.05], [0.1], 0.0005)
+    near = [(*entry[:5], 0.04 if entry[4] == "divergence_future" else entry[5], *entry[6:]) for entry in rows]
+    far = [(*entry[:5], 0.095 if entry[4] == "divergence_future" else entry[5], *entry[6:]) for entry in rows]
+    assert "Removing layer 1 changes mostly" in " ".join(paragraph(with_effects(*near), META)["sentences"])
+    assert "mostly" not in " ".join(paragraph(with_effects(*far), META)["sentences"])
+
+
 def test_the_strip_shows_the_divergence_without_each_layer():
     strip = profile(
         with_effects(*effects(LATER, [0.001, 0.01, 0.1, 1.0, 8.0, 0.03]), *effects([0.1], [3.0], site="mlp"))

@@ -183,6 +183,38 @@ def test_headline_numbers_become_differences():
     assert "mean_coherence:b" not in found
 
 
+@pytest.mark.parametrize(
+    ("changes", "measure", "warned"),
+    [
+        ({"settings": {"score": "all"}}, "lens_loss", "different tokens of the responses or prompts"),
+        ({"settings": {"effect_first": True}}, "layer_effect", "only one of them removes parts at the first token"),
+        ({"settings": {"effect_first": True}}, "displacement", ""),
+        ({"linear_lens": {"data": {"hash": "sha256:b", "name": "b.txt"}}}, "lens_loss", "b: b.txt, a: a.txt"),
+    ],
+)
+def test_what_was_removed_predicted_or_fitted_on_otherwise_is_said(changes, measure, warned):
+    stated = {
+        "settings": {"score": "responses", "effect_first": False},
+        "linear_lens": {"data": {"hash": "sha256:a", "name": "a.txt"}},
+    }
+    rows = [row(measure, 1, 0.5, "mean")]
+    warnings = versus(measurement(4, rows, **stated), measurement(4, rows, **{**stated, **changes})).meta["warnings"]
+    assert any(warned in line for line in warnings) if warned else not warnings
+
+
+def test_directed_pairs_are_not_swapped():
+    """What layer 1 does to layer 2 is no number of layer 2 and layer 1."""
+    of_two = [row("layer_effect", 1, 0.5, "mean_all", other=2)]
+    of_three = [
+        *of_two,
+        row("layer_effect", 2, 0.7, "mean_all", other=3),
+        row("layer_effect", 2, 0.1, "mean_all", other=1),
+    ]
+    found = differences(versus(measurement(3, of_two), measurement(3, of_three)))
+    assert found[1, 2] == 0.0
+    assert np.isnan(found[2, 1])
+
+
 def test_equal_numbers_whose_errors_are_zero_state_none():
     """No jump in either model, whatever the documents: no error of another sample is known."""
     rows = [row("jump_rate", 4, 0.0, name, unit="%") for name in ("value", "standard_error")]

@@ -42,6 +42,8 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.finder import towers
 
+READS_LATER = "the model reads later tokens too"
+"""Beginning of the reason why a head is not proven."""
 MOST_REASONS = 3
 """Reasons that a refusal lists."""
 DESCRIBE = (
@@ -247,8 +249,8 @@ def _check_causal(anatomy: Anatomy, expected: Tensor, inputs: Mapping[str, Any])
     full = logits.dtype in (torch.float32, torch.float64)
     if not error <= TOLERANCE.get(logits.dtype, TOLERANCE[torch.float32]) / (10 if full else 1):
         raise FulldepthError(
-            "the model reads later tokens too, so what it says of the next one is no prediction (an encoder, or a "
-            "decoder whose configuration lacks is_decoder)"
+            f"{READS_LATER}, so what it says of the next one is no prediction (an encoder, or a decoder whose "
+            "configuration lacks is_decoder)"
         )
 
 

@@ -237,7 +237,8 @@ class EffectPass:
 
     def _state_cost(self) -> None:
         """State the cost in forward passes."""
-        removed = "each" if self.parts == ("layer",) else f"parts ({', '.join(self.parts)}) of each"
+        removed = "" if self.parts == ("layer",) else f"parts ({', '.join(self.parts)}) of "
+        layers = f"each of {len(self.layers)} layers in turn" if len(self.layers) > 1 else "the only layer"
         scopes = f" and before {counted(self.draws, 'position')} of each sequence" if self.draws else ""
         passes = 1 + self._runs * self._cost() / sum(self.products)
         reason = ""
@@ -247,7 +248,7 @@ class EffectPass:
         if self.classifier is not None:
             readings = f", and {1 + self._runs * len(self.layers):,} readings of its predictions"
         self.watcher.say(
-            f"layer_effect removes {removed} of {len(self.layers)} layers in turn, at every token{scopes}: about "
+            f"layer_effect removes {removed}{layers}, at every token{scopes}: about "
             f"{passes:,.0f} forward passes over the data{reason}{readings}."
         )
 

@@ -21,7 +21,9 @@ from fulldepth.subject import Subject
 
 
 @torch.inference_mode()
-def continued(subject: Subject, texts: Sequence[str], steps: int, longest: int | None, watcher: Watcher) -> Sequences:
+def continued(
+    subject: Subject, texts: Sequence[str], steps: int, longest: int | None, shown: int, watcher: Watcher
+) -> Sequences:
     """Continue texts by greedy decoding, each token the most probable one after all before it.
 
     The model runs on the whole text at every step, as the lens reads it: the last layer's prediction at a step is the
@@ -32,13 +34,14 @@ def continued(subject: Subject, texts: Sequence[str], steps: int, longest: int |
         texts: the prompts, without a chat template.
         steps: largest number of new tokens of a text.
         longest: tokens after which a prompt is cut; None = it is not cut.
+        shown: most tokens that the lens shows of a text.
         watcher: receives progress, in tokens, and every continuation.
 
     Returns:
         One sequence for each text, prompt and continuation. Targets are the new tokens.
 
     Raises:
-        FulldepthError: if a prompt has no token, or prompt and continuation exceed the model's positions.
+        FulldepthError: if a prompt has no token, or prompt and continuation exceed the model's positions or `shown`.
     """
     tokenizer = subject.tokenizer
     model = subject.model
@@ -52,10 +55,12 @@ def continued(subject: Subject, texts: Sequence[str], steps: int, longest: int |
         start = len(ids)
         if not start:
             raise FulldepthError(f"Text {number + 1} has no token; give a prompt to continue.")
-        if positions is not None and start + steps > positions:
+        room = min(shown, positions or shown)
+        if start + steps > room:
+            fewer = f", or at most --generate {room - start}" if room > start else ""
+            limit = f"{room:,} positions of the model" if room == positions else f"{room:,} tokens that the lens shows"
             raise FulldepthError(
-                f"A prompt of {start} tokens and {steps} new ones exceed the {positions} positions of the model. Give "
-                f"a shorter prompt, or at most --generate {max(positions - start, 0)}."
+                f"A prompt of {start:,} tokens and {steps:,} new ones exceed the {limit}. Give a shorter prompt{fewer}."
             )
         for _ in range(steps):
             row = torch.tensor([ids])  # [1, T]

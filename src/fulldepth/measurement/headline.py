@@ -127,15 +127,24 @@ def _linear_gain(gain: float, error: float, last: int) -> Finding:
     """Finding on the accuracy of the linear lens in layers 1 to `last`, less that of the plain lens."""
     layers = f"1 to {last}" if last > 1 else "1"
     amount = f"{100 * gain:.1f} {plus_minus(100 * error)}".rstrip() + " %"
-    if not measurable(gain, error)[0]:
+    if gain == error == 0:
+        sentence = f"Linear and plain lens are equally accurate in early layers ({layers}), in all of the data."
+    elif math.isnan(error):
+        sentence = (
+            f"Accuracy of the linear lens in early layers ({layers}), less that of the plain lens: {amount} (no "
+            "standard error is known)."
+        )
+    elif not measurable(gain, error)[0]:
         sentence = f"No measurable difference between linear and plain lens in early layers ({layers}): {amount}."
     elif gain > 0:
         sentence = (
             f"Early layers ({layers}) know more than the plain lens sees: the linear lens predicts {amount} more of "
-            "all tokens right, mean over these layers."
+            "the tokens right, mean over these layers."
         )
     else:
         sentence = f"In early layers ({layers}) the linear lens is less accurate than the plain lens, by {amount}."
+    if error == 0:
+        return Finding(gain, "1", sentence, no_standard_error="the lenses differ by the same in all of the data")
     return Finding(gain, "1", sentence, error)
 
 
@@ -143,9 +152,9 @@ def _jump(value: float, error: float, layer: int, is_last: bool) -> Finding:
     """Finding on the jump rate from a layer on, in per cent."""
     noise = error if math.isfinite(error) else 0.0
     if 0 < value <= SIGNIFICANT * noise:
-        subject = "The last layer displaces" if is_last else f"From layer {layer} on, no layer displaces"
+        subject = "The last layer displaces no more" if is_last else f"From layer {layer} on, no layer displaces more"
         amount = f"(jump rate {value:.2g} {plus_minus(error)} %)"
-        sentence = f"{subject} no more than the one before by any measurable amount {amount}."
+        sentence = f"{subject} than the one before by any measurable amount {amount}."
     elif is_last:
         sentence = describe_jump(value, noise)
     elif value <= 0:

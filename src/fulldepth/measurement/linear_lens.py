@@ -181,7 +181,7 @@ def fitting_text(subject: Subject, settings: MeasureSettings) -> FittingText:
     if positions < width:
         raise cannot_be_fitted(
             f"it takes {width:,} positions at least, one for each channel, and {ENOUGH * width:,} for good maps; "
-            f"{counted(len(sequences), 'sequence')} of {sequences.name} hold {positions:,}. "
+            f"there are {positions:,} in {counted(len(sequences), 'sequence')} of {sequences.name}. "
             f"{enough(sequences, positions, width)}"
         )
     return FittingText(sequences, choosing(sequences, settings.seed))

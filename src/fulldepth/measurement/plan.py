@@ -9,6 +9,7 @@ import torch
 
 from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.execution import Verified
+from fulldepth.execution.verify import READS_LATER
 from fulldepth.hf import Anatomy, Classifier, available_memory
 from fulldepth.hf.surgery import obstacle_to_skipping
 from fulldepth.measurement import tokens
@@ -54,6 +55,8 @@ def make_setup(subject: Subject, counting: tokens.Counting, settings: MeasureSet
     if not any(lengths):
         lengths = [verified.positions] * len(sequences)
     num_tokens = tokens.how_many(counting.policy, lengths, counting.leading)
+    # effects are of single tokens, also where the other measures read means over tokens
+    effect_tokens = sum(lengths) if counting.policy in ("mean", "mean-patches") else num_tokens
     if not num_tokens:
         raise FulldepthError(f"--token-policy {counting.policy} leaves no token: every sequence is a single one.")
     device = subject.device if subject.device.type != "mps" else torch.device("cpu")  # MPS has no float64
@@ -77,6 +80,7 @@ def make_setup(subject: Subject, counting: tokens.Counting, settings: MeasureSet
         projections=projection_names(anatomy),
         effect_parts=tuple(dict.fromkeys(settings.effect_parts)),
         effect_positions=settings.effect_positions,
+        effect_tokens=min(settings.reservoir_tokens or effect_tokens, effect_tokens),
         double=subject.model.dtype == torch.float64,
         seed=settings.seed,
         device=device,
@@ -230,6 +234,8 @@ def _no_removal(subject: Subject, parts: Collection[str]) -> str:
     """
     verified = subject.verified
     whole = {*parts} == {"layer"} and verified.chained and verified.anatomy.task == "causal-lm"
+    if READS_LATER in verified.unproven.get("head", ""):
+        return f"{subject.kind} cannot skip blocks: {READS_LATER}, so effects on later tokens alone are not defined"
     if not verified.branches and whole:
         return ""
     if not verified.branches:

@@ -169,6 +169,9 @@ def lens(
     texts = [text] if isinstance(text, str) else list(text)
     if not texts:
         raise FulldepthError("The lens needs at least one text.")
+    if blank := [number for number, given in enumerate(texts, start=1) if not given.strip()]:
+        which = f"Text {blank[0]} is" if len(texts) > 1 else "The text is"
+        raise FulldepthError(f"{which} blank. Give the lens a text to read, for example 'The capital of France is'.")
     loading = settings.model_dump(exclude={"generate", "top_k", "sequence_length", "linear", *FITTING})
     fitting: dict[str, Any] = {}
     if settings.linear:
@@ -218,7 +221,7 @@ def _lens_of_steps(
     with claimed(output, overwrite):
         needs = {"language", "tokenizer"}
         with Subject.open(model, None, settings, needs=needs, tokenizer=tokenizer) as subject:
-            data = continued(subject, texts, steps, settings.sequence_length, watcher)
+            data = continued(subject, texts, steps, settings.sequence_length, settings.grid_positions, watcher)
             with processes(settings.device) as process:
                 results = measure_model(
                     subject.checkpoint, data, settings, process, watcher, tokenizer=subject.tokenizer

@@ -144,6 +144,8 @@ class Setup:
     divided them by it. Empty = 1."""
     effect_parts: tuple[str, ...] = ("layer",)
     """Parts of layers that are removed in turn: `layer`, `attention`, `mlp`."""
+    effect_tokens: int = 0
+    """Most positions that `layer_effect` keeps for its quantiles, times `effect_positions` in the scope `future`."""
     effect_positions: int = 4
     """Number of positions t drawn in each sequence, before which a part is removed (see `layer_effect`)."""
     double: bool = False

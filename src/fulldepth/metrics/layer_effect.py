@@ -146,7 +146,7 @@ class LayerEffect(Measure):
         shape = (self.pairs.shape[1],)
         dtype = torch.float64 if setup.double else torch.float32
         self.samples = nn.ModuleList(
-            Reservoir(setup.reservoir_tokens * draws, shape, setup.seed, setup.device, dtype)
+            Reservoir(setup.effect_tokens * draws, shape, setup.seed, setup.device, dtype)
             for _ in setup.effect_parts
             for draws in (1, setup.effect_positions)
         )
@@ -220,6 +220,8 @@ class LayerEffect(Measure):
     def rows(self) -> list[Row]:
         """Rows for every part, scope and pair of layers that were measured."""
         values = {name: value.cpu() for name, value in self.compute().items()}
+        for name in ("loss", "standard_error_of_loss", "loss_count"):  # torchmetrics squeezes a single element
+            values[name] = values[name].reshape(len(self.setup.effect_parts), self.setup.num_layers)
         rows: list[Row] = []
         for part, site in enumerate(self.setup.effect_parts):
             for scope, name in enumerate(SCOPES):

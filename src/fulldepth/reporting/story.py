@@ -189,8 +189,8 @@ def _last(facts: Facts) -> str:
 
 def _effect(facts: Facts) -> str:
     """A sentence on the layers whose removal changes later layers at later tokens by more than `FEEDS`, and on those
-    whose removal does so by less, and changes predictions at the same token more than at later ones; empty if neither
-    is measurable.
+    whose removal does so by less, and changes predictions more than twice as much where it also takes place at the
+    token that is predicted from; empty if neither is measurable.
     """
     later, later_error, now, now_error, future, future_error = (
         facts.effect(f"{prefix}{name}")
@@ -203,10 +203,10 @@ def _effect(facts: Facts) -> str:
     feeding = [layer for layer in clear if later[layer] > FEEDS]
     below = [layer for layer in clear if later[layer] < FEEDS]
     nearer = measurable(
-        [now[layer] - future[layer] for layer in below],
-        [math.hypot(now_error[layer], future_error[layer]) for layer in below],
+        [now[layer] / 2 - future[layer] for layer in below],
+        [math.hypot(now_error[layer] / 2, future_error[layer]) for layer in below],
     )
-    alone = [layer for layer, yes in zip(below, nearer, strict=True) if yes and now[layer] > future[layer]]
+    alone = [layer for layer, yes in zip(below, nearer, strict=True) if yes and now[layer] / 2 > future[layer]]
     part = facts.removed_part or "layer"
     share = f"{100 * FEEDS:.0f} %"
     hurts = f"Removing {_one_of(feeding, part)} changes what later layers compute at later tokens (by over {share})"
@@ -223,7 +223,7 @@ def _with_error(displacement: float, error: float) -> str:
 
 
 def _one_of(layers: list[int], part: str) -> str:
-    """What is removed, in words: `one of layers 2 to 5`, `the attention of layer 1`."""
+    """Return what is removed, in words: `one of layers 2 to 5`, `the attention of layer 1`."""
     whose = f"the {PARTS[part]} of " * bool(PARTS[part])
     return whose + "one of " * (len(layers) > 1) + layer_spans(layers)
 

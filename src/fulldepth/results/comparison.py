@@ -205,6 +205,7 @@ def _side_by_side(
                 "baseline": index == first,
                 "run": {"seed": meta.get("seed")},
                 **{part: meta.get(part) or {} for part in ("model", "data", "token_policy", "sampling", "versions")},
+                "read": _read(result),
                 "headline": meta.get("headline") or {},
                 "lens_grid": meta.get("lens_grid"),
                 "left_out": meta.get("left_out") or [],
@@ -224,6 +225,19 @@ def _side_by_side(
         "warnings": verdict.comparison_warnings(table, models),
     }
     return table, {"models": models, **texts} | ({"of": kind.name} if kind.held else {})
+
+
+def _read(result: Results) -> dict[str, Any]:
+    """What a measurement removed, predicted and was fitted on, of the measures that it has."""
+    meta = result.meta
+    settings = meta.get("settings") or {}
+    measures = {*result.table["measure"]}
+    read = {"score": settings.get("score")}
+    if "layer_effect" in measures:
+        read |= {name: settings.get(name) for name in ("effect_first", "effect_positions")}
+    if fitted := (meta.get("linear_lens") or {}).get("data"):
+        read |= {"fit": fitted.get("hash"), "fit_name": fitted.get("name")}
+    return read
 
 
 def _readable(item: Results | str | Path) -> Results:

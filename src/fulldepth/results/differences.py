@@ -29,6 +29,8 @@ from fulldepth.results.influences import KEYS, groups_of
 Depth = Literal["layer", "relative"]
 Array = NDArray[np.float64]
 
+DIRECTED = ("layer_effect", "retrieval_weight")
+"""Measures of pairs of layers, of which the first acts on, or reads, the second."""
 FROM_THE_END = "jump_rate"
 """Measure whose layers are counted from the last one: zeta_L is compared with zeta_L at any depth."""
 ERROR = "standard_error"
@@ -101,8 +103,8 @@ def counterparts(
     """
     rows = _keyed(table)
     base = _keyed(baseline, *columns)
-    # measures of pairs are symmetric and may be stored once per pair, except across two towers
-    pairs = base[(base["other"] >= 0) & (base["site"] != "cross")]
+    # measures of pairs are symmetric and may be stored once per pair, except DIRECTED ones and across two towers
+    pairs = base[(base["other"] >= 0) & (base["site"] != "cross") & ~base["measure"].isin(DIRECTED)]
     base = pd.concat([base, pairs.rename(columns={"layer": "other", "other": "layer"})])
     base = base.drop_duplicates(KEYS)
     first, second = (rows[name].to_numpy(np.float64) for name in ("layer", "other"))

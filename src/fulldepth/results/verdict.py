@@ -61,6 +61,10 @@ OTHER_REASONS = (
     ("the token samples differ in size", "sampling", "reservoir_tokens"),
     ("the lens reads different numbers of positions", "sampling", "lens_positions"),
     ("different numbers of sequences enter the entropies", "sampling", "entropy_sequences"),
+    ("different tokens of the responses or prompts are predicted", "read", "score"),
+    ("only one of them removes parts at the first token", "read", "effect_first"),
+    ("parts are removed before different numbers of positions", "read", "effect_positions"),
+    ("the linear lenses are fitted on different text", "read", "fit", "fit_name"),
     ("the versions of fulldepth differ", "versions", "fulldepth"),
 )
 """Other differences that affect the numbers of a measurement."""

@@ -118,7 +118,7 @@ HEADS = {
 
 
 class Options(NamedTuple):
-    """What a model's configuration is built from."""
+    """The class of a model's configuration, what it starts from, and its options."""
 
     base: PreTrainedConfig | None
     """That of the checkpoint to start from."""
