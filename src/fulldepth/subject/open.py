@@ -103,7 +103,8 @@ class Subject:
                 predicts tokens or one class, and data with targets; `head`, `branches`: these parts proven, without
                 data when `verified` is first asked for;
                 `tokenizer`: a tokenizer, opened at once; `plain`: the checkpoint's own weights alone, without
-                adapters around them and without heads of single layers, which are not loaded.
+                adapters around them and without exit heads. Without `plain`, exit heads are loaded, and proven with
+                `head`.
             tokenizer: a tokenizer, its folder or Hub name; None = that of the settings, or the checkpoint's own.
             device: in place of the settings' device.
             tower: part of a model that has two (`anatomy_candidates`).
