@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -240,6 +241,25 @@ def test_too_little_text_is_refused_before_layers_are_removed(trained, pages, mo
     monkeypatch.setattr(EffectPass, "run", lambda *_: pytest.fail("removed layers"))
     with refused("all 12 documents of texts are measured"):
         measure(trained, pages[:12], measures=["layer_effect", *LINEAR], sequence_length=LENGTH)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_results_for_another_text_to_fit_on_are_not_taken(named, trained, pages, tmp_path):
+    """A file in a subfolder of `--fit`, or rows of the data beside those that are measured."""
+    folder = tmp_path / "fit" / "sub"
+    folder.mkdir(parents=True)
+    data = jsonl(tmp_path / "data.jsonl", *({"text": text} for text in pages[:30]))
+    settings = {"measures": LINEAR[1:], "max_sequences": 6, "sequence_length": LENGTH, "one_per_row": True}
+    settings |= {"order": "first", "output": tmp_path / "out", "progress": False}
+    for texts in (pages[30:50], pages[30:50], pages[40:60]):
+        if named:
+            jsonl(folder / "a.jsonl", *({"text": text} for text in texts))
+        else:
+            jsonl(data, *({"text": text} for text in [*pages[:6], *texts]))
+        fit = {"fit": str(tmp_path / "fit")} if named else {}
+        changed = refused("have changed", "--overwrite") if texts == pages[40:60] else nullcontext()
+        with changed:
+            measure(trained, str(data), **settings, **fit)
 
 
 def test_generated_steps_are_read_as_in_the_whole_text(trained, tokenizer):

@@ -19,7 +19,7 @@ from fulldepth.core.progress import Watcher, without_repeats
 from fulldepth.data import Sequences, Source
 from fulldepth.hf import find_checkpoints, has_weights, incomplete_checkpoints, packaged, trained_steps
 from fulldepth.results import COLUMNS, DOCUMENT, GROUPS, PAGE, TABLE, Results, joined_influences
-from fulldepth.settings.measure import SPEED_ONLY, MeasureSettings
+from fulldepth.settings.measure import LINEAR_LENS, SPEED_ONLY, MeasureSettings
 
 NOT_READ = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".md", ".log"}
 """Suffixes of pickled weights, optimiser states and notes, which are never read."""
@@ -68,11 +68,28 @@ def _files(folder: Path, pattern: str) -> Iterator[Path]:
             yield file
 
 
+def _read_to_fit(data: Source | Sequences, settings: MeasureSettings) -> Any:
+    """What the linear lens is fitted on: the name, and the hash of each file at that place, in subfolders, too; None
+    if it is not measured.
+    """
+    if settings.named_measures.isdisjoint(LINEAR_LENS):
+        return None
+    named = getattr(data, "origin", None) if settings.fit is None else settings.fit
+    if not isinstance(named, str | Path):
+        return None
+    place = Path(named).expanduser()
+    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+    digests = {}
+    for file in files:
+        with reading(file), file.open("rb") as stream:
+            digests[str(file.relative_to(place))] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return str(named), digests
+
+
 def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings: MeasureSettings) -> list[str]:
     """For each model, sha256 of everything that affects its results: models, data, settings, version."""
-    other_contents = [
-        place and hash_contents(place) for place in (settings.reference, settings.tokenizer, settings.fit)
-    ]
+    other_contents: list[Any] = [place and hash_contents(place) for place in (settings.reference, settings.tokenizer)]
+    other_contents.append(_read_to_fit(data, settings))
     settings_read = settings.model_dump(exclude=SPEED_ONLY | {"reference", "tokenizer", "fit"})
     shared = [__version__, data.name, data.hash, other_contents, settings_read]
     return [digest([*shared, model]) for model in models]
