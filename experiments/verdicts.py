@@ -10,6 +10,7 @@ Each claim is a one-sided t-test of paired differences by seed, with Holm's corr
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -263,7 +264,10 @@ def cell(runs: Runs, control: str, arm: str, column: Column) -> str:
     if len(differences) < 2:
         return ""
     test = paired_test(differences)
-    text = f"{test.mean:+.{column.digits}f} ± {test.error:.{column.digits}f}"
+    digits = column.digits
+    if 0 < test.error < 0.5 * 10.0**-digits:  # as many as show the error
+        digits = -math.floor(math.log10(test.error))
+    text = f"{test.mean:+.{digits}f} ± {test.error:.{digits}f}"
     measurable = test.end(LEVEL / 2) > 0 or test.end(1 - LEVEL / 2) < 0
     return f"**{text}**" if measurable else text
 
