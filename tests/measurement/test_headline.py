@@ -12,10 +12,37 @@ from fulldepth.results import tabulate
 COHERENCE = "coherence", "mean_corrected_of_layers", None
 
 
+JUMP = {"value": 0.21, "standard_error": 0.78}
+"""A jump rate that could be 0, in per cent."""
+
+
 def said(*entries, layers=4, clusters=None):
     """The headline of a table of entries (measure, statistic, layer, value)."""
     rows = [(name, "residual", layer, None, what, value, 100, "1") for name, what, layer, value in entries]
     return headline(tabulate(rows), layers, clusters or Clusters(8, 8))
+
+
+def test_a_jump_within_its_error_is_told_once():
+    rows = [("jump_rate", name, layer, number) for layer in (3, 4) for name, number in JUMP.items()]
+    found = said(*rows)
+    assert found["zeta_L"].sentence == (
+        "The last layer displaces no more than the one before by any measurable amount (jump rate 0.21 ± 0.78 %)."
+    )
+    assert found["zeta_L-1"].sentence == (
+        "From layer 3 on, no layer displaces more than the one before by any measurable amount "
+        "(jump rate 0.21 ± 0.78 %)."
+    )
+
+
+def test_equal_lenses_are_equal():
+    gain = (
+        ("linear_lens_accuracy", "gain_of_early_layers", None, 0.0),
+        ("linear_lens_accuracy", "standard_error_of_gain_of_early_layers", None, 0.0),
+    )
+    found = said(*gain)["linear_lens_gain"]
+    assert found.sentence == "Linear and plain lens are equally accurate in early layers (1 to 2), in all of the data."
+    assert found.standard_error is None
+    assert "differ by the same" in found.no_standard_error
 
 
 @pytest.mark.parametrize("value", [-3.0, 0.0, 0.049, 0.051, 9.94, 9.951, 55.5])
@@ -25,7 +52,7 @@ def test_jumps_are_told_as_they_are(value):
         sentence = found[name].sentence
         assert " 0.0 " not in sentence, "0.0 more is not more"
         assert "-" not in sentence
-        assert ("no more than" in sentence or "no layer displaces more" in sentence) is (value <= 0)
+        assert ("displaces no more than" in sentence or "no layer displaces more than" in sentence) is (value <= 0)
         if value > 0.1:
             printed = [float(number) for number in re.findall(r"\d+\.\d+", sentence)]
             assert printed == [pytest.approx(value / 100, abs=0.0005), pytest.approx(value, abs=0.05)]

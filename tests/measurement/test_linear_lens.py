@@ -21,6 +21,7 @@ from fulldepth.data import open_source, prepare
 from fulldepth.measurement import lens, linear_lens, measure
 from fulldepth.measurement.effects import EffectPass
 from fulldepth.metrics.linear_lens import STRENGTHS
+from fulldepth.reporting.page import render
 from fulldepth.results import PAGE, Results
 from golden import tables
 from measurement import oracle
@@ -278,6 +279,8 @@ def test_generated_steps_are_read_as_in_the_whole_text(trained, tokenizer):
     (whole,) = lens(trained, text, **options).meta["lens_grid"]["samples"]
     columns = slice(len(ids) - 1 - steps, -1)
     assert sample["grid"] == [row[columns] for row in whole["grid"]]
+    for results, said in ((generated, True), (lens(trained, text), False)):
+        assert ("Linear lens: the states of each layer" in render(results.table, results.meta)) is said
     assert sample["targets"] == [tokenizer.decode([token]) for token in ids[-steps:]]
 
 

@@ -110,6 +110,8 @@ class LensReader:
                     classifier.shared(), mapped, torch.ones_like(mapped[0, :, 0], dtype=torch.bool), self.top
                 )
             self.grid = {"samples": list(self._entries(batch, batch.token_ids, batch.targets, in_grid, top))}
+            if self.grid_maps is not None:
+                self.grid["linear"] = True
         self.samples = 0
         return read_layers(classifier, states, targets, mask, advance)
 

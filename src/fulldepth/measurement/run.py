@@ -227,8 +227,9 @@ def _lens_of_steps(
                     subject.checkpoint, data, settings, process, watcher, tokenizer=subject.tokenizer
                 )
         new = {f"Sequence {number}": example.predicted for number, example in enumerate(data.examples, start=1)}
-        samples = (results.meta.get("lens_grid") or {}).get("samples", [])
-        results.meta["lens_grid"] = {"samples": [steps_of(sample, new[sample["title"]]) for sample in samples]}
+        grid = results.meta.get("lens_grid") or {"samples": []}
+        steps_only = [steps_of(sample, new[sample["title"]]) for sample in grid["samples"]]
+        results.meta["lens_grid"] = {**grid, "samples": steps_only}
         if output is not None and launch.is_main():
             results.save(output, watcher=watcher)
     return results

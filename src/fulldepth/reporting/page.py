@@ -121,7 +121,11 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
     settings = [] if meta.get("models") else [settings_table("All settings", meta.get("settings"))]
     words: dict[str, int] = {}
     grids = [
-        {"label": short(model.get("label", "?"), 60), "samples": lens_samples(model.get("lens_grid"), words)}
+        {
+            "label": short(model.get("label", "?"), 60),
+            "samples": lens_samples(model.get("lens_grid"), words),
+            "linear": bool((model.get("lens_grid") or {}).get("linear")),
+        }
         for model in entry.get("models") or [entry]
     ]
     return {

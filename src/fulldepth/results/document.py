@@ -154,6 +154,8 @@ class LensGrid(Entries):
     """Predictions of every layer for a few sequences."""
 
     samples: list[SampleEntry] | None = None
+    linear: bool = False
+    """Whether states are mapped to those of the last layer first (the linear lens)."""
 
 
 class WordPlaces(Entries):
