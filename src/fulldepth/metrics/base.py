@@ -145,7 +145,8 @@ class Setup:
     effect_parts: tuple[str, ...] = ("layer",)
     """Parts of layers that are removed in turn: `layer`, `attention`, `mlp`."""
     effect_tokens: int = 0
-    """Most positions that `layer_effect` keeps for its quantiles, times `effect_positions` in the scope `future`."""
+    """Most positions that `layer_effect` keeps for its quantiles, times `effect_positions` in the scope `future`;
+    0 = `reservoir_tokens`."""
     effect_positions: int = 4
     """Number of positions t drawn in each sequence, before which a part is removed (see `layer_effect`)."""
     double: bool = False

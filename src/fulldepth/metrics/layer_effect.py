@@ -145,8 +145,9 @@ class LayerEffect(Measure):
         self.add_grouped("loss_counts", parts, layers)
         shape = (self.pairs.shape[1],)
         dtype = torch.float64 if setup.double else torch.float32
+        kept_positions = setup.effect_tokens or setup.reservoir_tokens
         self.samples = nn.ModuleList(
-            Reservoir(setup.effect_tokens * draws, shape, setup.seed, setup.device, dtype)
+            Reservoir(kept_positions * draws, shape, setup.seed, setup.device, dtype)
             for _ in setup.effect_parts
             for draws in (1, setup.effect_positions)
         )
