@@ -19,6 +19,7 @@ from fulldepth.data.opening import open_data
 from fulldepth.settings.search import HeldoutSettings
 from fulldepth.skip import own_text, search
 from fulldepth.skip.own_text import FILE, NOTES, OwnText, with_own_text
+from fulldepth.skip.problem import stand_in
 from refusals import refused
 from skip.test_responses import decoder
 from skip.word_tokenizer import ASSISTANT, BOS, CHAT, EOS, TWO_WORDS, USER, tokenizer
@@ -289,6 +290,11 @@ def test_other_data_and_the_search_are_checked_before_the_model_writes(tmp_path,
     ):
         with refused(message):
             search(model, data, output=tmp_path / "out", **{"blocks": 1, **options, **changes})
+    single = SimpleNamespace(tokenizer=tokenizer(vocabulary={"[UNK]": 0}), anatomy=SimpleNamespace(vocab_size=None))
+    assert [len(row) for row in stand_in(single).train] == [8, 8]
+    single.anatomy.vocab_size = 0
+    with refused("Wrong tokenizer"):
+        stand_in(single)
     assert not (tmp_path / "out" / FILE).exists()
 
 

@@ -15,7 +15,7 @@ from fulldepth.core.distributed import Processes
 from fulldepth.core.errors import FulldepthError
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples, read_examples
-from fulldepth.data.tokens import plain_ids
+from fulldepth.data.tokens import check_vocabulary, plain_ids
 from fulldepth.execution.scoring import SCALED, ScoredBatch, Scorer, make_batches
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
@@ -32,7 +32,7 @@ The greedy search, which may drop candidates after every chunk, goes down to sin
 
 SENTENCE = "The cat sat on the mat and looked at the birds in the garden."
 ROW_TOKENS = 8
-"""Text of a row that stands for others, and the most of its tokens."""
+"""Text of a row that stands for others, and the number of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -173,11 +173,12 @@ def stand_in(subject: Subject) -> Examples:
     """Two rows in place of text that the model has yet to write: whether it can be searched does not depend on them.
 
     Raises:
-        FulldepthError: if there is no tokenizer.
+        FulldepthError: if there is no tokenizer, or it gives tokens that the model lacks.
     """
     if subject.tokenizer is None:
         raise FulldepthError("The model has no tokenizer, so that it cannot write text. Give one.")
-    ids = plain_ids(subject.tokenizer, SENTENCE)[:ROW_TOKENS]
+    ids = (plain_ids(subject.tokenizer, SENTENCE) * ROW_TOKENS)[:ROW_TOKENS]  # some tokenizers give a single token
+    check_vocabulary(max(ids, default=0), subject.tokenizer, subject.anatomy.vocab_size)
     rows = [Example.of(ids, 1, len(ids), document=number) for number in range(2)]
     return Examples(rows, rows)
 
