@@ -149,7 +149,7 @@ def numbers_of(results, part):
     return {
         (row.statistic, int(row.layer), None if pd.isna(row.other) else int(row.other)): row.value
         for row in rows.itertuples()
-        if not row.statistic.startswith(("standard_error", "later"))
+        if not row.statistic.startswith(("standard_error", "later")) and pd.notna(row.layer)
     }
 
 
@@ -173,6 +173,15 @@ def test_effects_equal_a_plain_loop_over_sequences_run_alone(name, part, texts):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert_allclose(found[key], value, rtol=1e-8, atol=1e-11, err_msg=str(key))
+    layers = range(1, results.meta["model"]["num_layers"] + 1)
+    later = [[expected["mean_future", layer, other] for other in layers[layer:]] for layer in layers[:-1]]
+    suffix = "" if part == "layer" else f"_{part}"
+    for headline, value in (
+        ("effect_on_later", np.mean([np.mean(of_layer) for of_layer in later])),
+        ("effect_on_prediction", np.mean([expected["divergence_all", layer, None] for layer in layers])),
+    ):
+        assert_allclose(results.headline[headline + suffix]["value"], value, rtol=1e-8)
+        assert "of one layer" in results.headline[headline + suffix]["sentence"] or part == "layer"
 
 
 def test_the_first_token_is_removed_on_request(texts):

@@ -107,11 +107,20 @@ def test_rows_are_means_maxima_and_errors_by_documents_whatever_the_batches():
     both = (later[0] + later[1]) / 2  # the layers after the first one
     assert_allclose(rows["later_all", 1, None].value, both.mean(), rtol=1e-12)
     assert_allclose(rows["standard_error_of_later_all", 1, None].value, error(both), rtol=1e-12)
-    assert not any(statistic.endswith("future") for statistic, *_ in rows)
+    second = later[2]  # the one layer after the second; the third has none
+    divergence = torch.cat([part.divergence for part in parts], dim=1).numpy()
+    for name, values in (("later", (both + second) / 2), ("divergence", divergence.mean(0))):
+        statistic = f"{name}_all_of_layers"
+        assert_allclose(rows[statistic, None, None].value, values.mean(), rtol=1e-12)
+        assert_allclose(rows[f"standard_error_of_{statistic}", None, None].value, error(values), rtol=1e-12)
+        assert rows[statistic, None, None].count == (2 if name == "later" else 3)
+    assert not any("future" in statistic for statistic, *_ in rows)
     influences = {(entry.statistic, entry.layer): entry.values for entry in measure.influences()}
     assert influences.keys() >= {("later_all", 1), ("divergence_all", 3), ("loss_added", 2)}
     spread = np.sqrt(12 / 11 * np.square(influences["loss_added", 2]).sum())
     assert_allclose(spread, error(loss[1]), rtol=1e-12)
+    spread = np.sqrt(12 / 11 * np.square(influences["divergence_all_of_layers", None]).sum())
+    assert_allclose(spread, error(divergence.mean(0)), rtol=1e-12)
     assert {row.statistic for row in rows.values()} <= LayerEffect.units.keys()
 
 

@@ -215,6 +215,37 @@ def test_directed_pairs_are_not_swapped():
     assert np.isnan(found[2, 1])
 
 
+@settings(max_examples=15)
+@given(deep=st.integers(2, 9), shallow=st.integers(2, 9), upward=st.booleans(), seed=st.integers(0, 100))
+def test_directed_pairs_at_relative_depth_need_no_diagonal(deep, shallow, upward, seed):
+    """A function that is linear in both layers is met exactly; others stay within the range of the baseline."""
+    rng = np.random.default_rng(seed)
+    offset, slope, other_slope = rng.normal(size=3)
+    measure, first = ("layer_effect", 1) if upward else ("retrieval_weight", 0)
+
+    def pairs_of(layers):
+        ordered = [(low, high) for low in range(first, layers + 1) for high in range(low + 1, layers + 1)]
+        return ordered if upward else [(high, low) for low, high in ordered]
+
+    def measured(layers, value):
+        return measurement(layers, [row(measure, a, value(a, b), "mean", other=b) for a, b in pairs_of(layers)])
+
+    def linear(a, b):
+        return offset + slope * a + other_slope * b
+
+    found = versus(measured(shallow, linear), measured(deep, lambda a, b: 0.0), depth="relative")
+    for pair, difference in differences(found).items():
+        low, high = (
+            min(max(place * shallow / deep, first + k), shallow - 1 + k) for k, place in enumerate(sorted(pair))
+        )
+        if high - low < 1:
+            low, high = (low + high - 1) / 2, (low + high + 1) / 2
+        assert_allclose(-difference, linear(low, high) if upward else linear(high, low), atol=1e-8)
+    values = {pair: rng.uniform() for pair in pairs_of(shallow)}
+    found = versus(measured(shallow, lambda a, b: values[a, b]), measured(deep, lambda a, b: 0.0), depth="relative")
+    assert differences(found).between(-max(values.values()) - 1e-9, -min(values.values()) + 1e-9).all()
+
+
 def test_equal_numbers_whose_errors_are_zero_state_none():
     """No jump in either model, whatever the documents: no error of another sample is known."""
     rows = [row("jump_rate", 4, 0.0, name, unit="%") for name in ("value", "standard_error")]

@@ -7,15 +7,18 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from fulldepth.core.errors import plus_minus, to_decimals
+from fulldepth.core.errors import plus_minus, rounded, to_decimals
 from fulldepth.core.thresholds import COPY, NOISE
 from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, measurable, plural
 from fulldepth.data.batches import Sequences
 from fulldepth.metrics.jump_rate import describe_jump, growth, size_of_jump
+from fulldepth.metrics.layer_effect import OVER_LAYERS
 from fulldepth.metrics.linear_lens import EARLY_GAIN, ERROR_OF
 from fulldepth.results import Finding
 
 ERROR = "standard_error"
+EFFECT_PARTS = {"layer": "one layer", "attention": "the attention of one layer", "mlp": "the MLP of one layer"}
+"""Part that `layer_effect` removes -> what its sentence says is removed."""
 FALLS = "every layer in the sum displaces less than the one before by more than the error, so the sum is 0"
 
 
@@ -58,10 +61,11 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
         clusters: of the sequences measured.
     """
 
-    def value(measure: str, statistic: str, layer: int | None = None) -> float:
+    def value(measure: str, statistic: str, layer: int | None = None, site: str | None = None) -> float:
         """One value of the table; NaN if it was not measured."""
         rows = table[(table.measure == measure) & (table.statistic == statistic)]
         rows = rows if layer is None else rows[(rows.layer == layer) & (rows.site == "residual")]
+        rows = rows if site is None else rows[rows.site == site]
         return float(rows.value.iloc[0]) if len(rows) else math.nan
 
     def step(measure: str, statistic: str, sentence: str) -> Finding:
@@ -102,6 +106,18 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
     findings["effective_depth"] = step("effective_depth", "relative_eps=0.05", enough)
     gain, error = (value("linear_lens_accuracy", prefix + EARLY_GAIN) for prefix in ("", ERROR_OF))
     findings["linear_lens_gain"] = _linear_gain(gain, error, num_layers // 2)
+    for part, removed in EFFECT_PARTS.items():
+        suffix = "" if part == "layer" else f"_{part}"
+        change_of_later = "the updates of later layers at later tokens change by {} of their length"
+        for name, unit, statistic, sentence in (
+            ("effect_on_later", "1", "later_future", change_of_later),
+            ("effect_on_prediction", "nats", "divergence_all", "predictions diverge by {} nats"),
+        ):
+            of_layers = statistic + OVER_LAYERS
+            change, error = (value("layer_effect", prefix + of_layers, site=part) for prefix in ("", ERROR_OF))
+            amount = f"{rounded(change, '.3g')} {plus_minus(error)}".rstrip()
+            sentence = f"Without {removed}, {sentence.format(amount)}, on average over the layers."
+            findings[name + suffix] = Finding(change, unit, sentence, error)
 
     name = "average_precision"
     layers = range(1, num_layers + 1)

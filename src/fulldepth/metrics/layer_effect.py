@@ -21,6 +21,10 @@ STRIDE = 8
 """The positions t of the scope `future` are multiples of this number."""
 SHARE = 0.9
 """Share of positions below the quantile `q90`."""
+OVER_LAYERS = "_of_layers"
+"""End of the names of means over all layers that are removed in turn."""
+AVERAGED = ("later", "divergence")
+"""Statistics of a removed layer that are also averaged over all of them."""
 
 
 def relative_change(update: Tensor, changed: Tensor) -> Tensor:
@@ -114,6 +118,7 @@ class LayerEffect(Measure):
     The means' standard errors come from sums per group of clusters. The error of the quantile is Woodruff's: the
     cluster-robust error of the share of positions below the quantile, mapped back through the empirical distribution.
     Maxima have none. `later_all` and `later_future` are means of `mean_all` and `mean_future` over the later layers.
+    Statistics that end in `_of_layers` are means over the removed layers.
     """
 
     name = "layer_effect"
@@ -123,6 +128,12 @@ class LayerEffect(Measure):
         **{f"{name}_{scope}": "1" for name in ("mean", "q90", "max", "later", "output_change") for scope in SCOPES},
         **{f"standard_error_of_{name}_{scope}": "1" for name in ("mean", "q90", "later") for scope in SCOPES},
         **{f"{prefix}divergence_{scope}": "nats" for prefix in ("", "standard_error_of_") for scope in SCOPES},
+        **{
+            f"{prefix}{name}_{scope}{OVER_LAYERS}": unit
+            for prefix in ("", "standard_error_of_")
+            for name, unit in (("later", "1"), ("divergence", "nats"))
+            for scope in SCOPES
+        },
         "loss_added": "nats",
         "standard_error_of_loss_added": "nats",
     }
@@ -203,16 +214,22 @@ class LayerEffect(Measure):
         Returns:
             `mean`, `standard_error`, `count` and `largest`, `[parts, 2, L, L+1]` (index 0 of the last dimension: the
             prediction, whose `largest` is that of the probabilities); `later` and `standard_error_of_later`,
-            `[parts, 2, L]`; `loss`, `standard_error_of_loss` and `loss_count`, `[parts, L]`.
+            `[parts, 2, L]`; `loss`, `standard_error_of_loss` and `loss_count`, `[parts, L]`; `over_layers`,
+            `standard_error_over_layers` and the number of `layers`, `[len(AVERAGED), parts, 2]`.
         """
-        later = influence_of_ratio(self.sums, self.counts)[..., 1:].nanmean(-1)  # [G, parts, 2, L]
+        mean = self.sums.sum(0) / self.counts.sum(0)
+        influences = influence_of_ratio(self.sums, self.counts)
+        by_layer = _averaged(mean)  # [A, parts, 2, L]
         return {
-            "mean": self.sums.sum(0) / self.counts.sum(0),
-            "standard_error": standard_error(influence_of_ratio(self.sums, self.counts)),
+            "mean": mean,
+            "standard_error": standard_error(influences),
             "count": self.counts.sum(0),
             "largest": self.largest,
-            "later": (self.sums.sum(0) / self.counts.sum(0))[..., 1:].nanmean(-1),
-            "standard_error_of_later": standard_error(later),
+            "later": mean[..., 1:].nanmean(-1),
+            "standard_error_of_later": standard_error(influences[..., 1:].nanmean(-1)),
+            "over_layers": by_layer.nanmean(-1),
+            "standard_error_over_layers": standard_error(_averaged(influences).nanmean(-1).movedim(0, 1)),
+            "layers": by_layer.isfinite().sum(-1),
             "loss": self.loss_sums.sum(0) / self.loss_counts.sum(0),
             "standard_error_of_loss": standard_error(influence_of_ratio(self.loss_sums, self.loss_counts)),
             "loss_count": self.loss_counts.sum(0),
@@ -239,7 +256,20 @@ class LayerEffect(Measure):
                     rows += self._rows(statistics, int(values["count"][at]), site, removed, later)
                 for removed in range(self.setup.num_layers):
                     rows += self._summaries(values, part, scope, removed)
-        return rows
+        return rows + list(self._over_layers(values))
+
+    def _over_layers(self, values: dict[str, Tensor]) -> Iterator[Row]:
+        """Rows of the means over the removed layers, each with its standard error."""
+        for index, name in enumerate(AVERAGED):
+            for part, site in enumerate(self.setup.effect_parts):
+                for scope, scope_name in enumerate(SCOPES):
+                    at = (index, part, scope)
+                    statistic = f"{name}_{scope_name}{OVER_LAYERS}"
+                    statistics = {
+                        statistic: float(values["over_layers"][at]),
+                        f"standard_error_of_{statistic}": float(values["standard_error_over_layers"][at]),
+                    }
+                    yield from self._rows(statistics, int(values["layers"][at]), site, None)
 
     def _summaries(self, values: dict[str, Tensor], part: int, scope: int, removed: int) -> Iterator[Row]:
         """Rows of one 0-based removed layer without a later one: later layers on average, and the prediction."""
@@ -266,13 +296,13 @@ class LayerEffect(Measure):
             yield from self._rows(statistics, int(values["loss_count"][part, removed]), site, removed)
 
     def _rows(
-        self, statistics: dict[str, float], count: int, site: str, removed: int, later: int | None = None
+        self, statistics: dict[str, float], count: int, site: str, removed: int | None, later: int | None = None
     ) -> Iterator[Row]:
-        """Rows of statistics over `count` positions, none of 0 positions; layers are 0-based, errors may be unknown."""
-        other = None if later is None else later + 1
+        """Rows of statistics over `count` positions or layers, none of 0; layers are 0-based, errors may be unknown."""
+        layer, other = (None if index is None else index + 1 for index in (removed, later))
         for statistic, value in statistics.items() if count else ():
             if not math.isnan(value) or not statistic.startswith("standard_error"):
-                yield self.row(statistic, value, count, removed + 1, other, site)
+                yield self.row(statistic, value, count, layer, other, site)
 
     def _quantiles(self, index: int) -> tuple[Tensor, Tensor]:
         """[P] quantiles of a sample of positions, and their standard errors."""
@@ -285,7 +315,7 @@ class LayerEffect(Measure):
         return quantile, error
 
     def influences_here(self) -> list[Influence]:
-        """Influences on the divergences, the added losses and the means over later layers."""
+        """Influences on the divergences, the added losses, the means over later layers and those over all layers."""
         influences = influence_of_ratio(self.sums, self.counts)  # [G, parts, 2, L, L+1]
         of_loss = influence_of_ratio(self.loss_sums, self.loss_counts)  # [G, parts, L]
         numbers = {}
@@ -293,13 +323,25 @@ class LayerEffect(Measure):
             numbers[f"later_{name}"] = influences[:, :, scope, :, 1:].nanmean(-1)
             numbers[f"divergence_{name}"] = influences[:, :, scope, :, 0]
         numbers["loss_added"] = of_loss
-        return [
+        of_layers = [
             self.influence(statistic, values[:, part, removed], removed + 1, site=site)
             for statistic, values in numbers.items()
             for part, site in enumerate(self.setup.effect_parts)
             for removed in range(self.setup.num_layers)
             if values[:, part, removed].isfinite().any()
         ]
+        return of_layers + [
+            self.influence(f"{name}_{scope_name}{OVER_LAYERS}", by_scope[:, part, scope], site=site)
+            for name, by_scope in zip(AVERAGED, _averaged(influences).nanmean(-1), strict=True)  # [G, parts, 2]
+            for scope, scope_name in enumerate(SCOPES)
+            for part, site in enumerate(self.setup.effect_parts)
+            if by_scope[:, part, scope].isfinite().any()
+        ]
+
+
+def _averaged(values: Tensor) -> Tensor:
+    """`[A, ..., L]` values of the statistics in `AVERAGED` of each removed layer, from `[..., L, L+1]` of its pairs."""
+    return torch.stack([values[..., 1:].nanmean(-1), values[..., 0]])
 
 
 def _largest(values: Tensor) -> Tensor:

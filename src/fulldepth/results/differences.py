@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -30,7 +29,7 @@ Depth = Literal["layer", "relative"]
 Array = NDArray[np.float64]
 
 DIRECTED = ("layer_effect", "retrieval_weight")
-"""Measures of pairs of layers, of which the first acts on, or reads, the second."""
+"""Measures of pairs of two different layers, of which the first acts on, or reads, the second."""
 FROM_THE_END = "jump_rate"
 """Measure whose layers are counted from the last one: zeta_L is compared with zeta_L at any depth."""
 ERROR = "standard_error"
@@ -87,8 +86,9 @@ def counterparts(
     With `depth="layer"`, layer l is compared with layer l. With `depth="relative"`, layer l of L corresponds to
     position :math:`l L_0 / L` of the baseline's :math:`L_0` layers: linear interpolation between layers, bilinear for
     pairs of layers (linear along the diagonal, so that a layer's similarity to itself stays 1); positions before
-    the first layer use the first layer. `jump_rate` is counted from the last layer. Rows without a layer are compared
-    directly.
+    the first layer use the first layer. Pairs of two different layers by definition (`DIRECTED`) that are less than one
+    layer of the baseline apart use its pairs of neighbours. `jump_rate` is counted from the last layer. Rows without a
+    layer are compared directly.
 
     Args:
         table: rows of one model, with the key columns of a table.
@@ -120,18 +120,53 @@ def counterparts(
         from_the_end = (rows["measure"] == FROM_THE_END).to_numpy()
         first = np.where(first < 0, first, np.where(from_the_end, first - layers + baseline_layers, scaled[0]))
         second = np.where(second < 0, second, scaled[1])
-    down = first - np.floor(first)
-    right = second - np.floor(second)
-    alike = (first == second) & (second >= 0)
+        directed = rows["measure"].isin(DIRECTED).to_numpy() & (second >= 0)
+        first, second = _apart(first, second, directed, np.sign((rows["other"] - rows["layer"]).to_numpy(np.float64)))
     result = np.zeros((len(rows), len(columns)))
-    for below, beside in product((0, 1), (0, 1)):
-        across = np.where(alike, below == beside, right if beside else 1 - right)
-        weight = ((down if below else 1 - down) * across)[:, None]
+    for (below, beside), weight in _corner_weights(first, second, rows["measure"].isin(DIRECTED).to_numpy()).items():
         if np.isnan(weight).any() or weight.any():
             corner = rows.assign(layer=np.floor(first) + below, other=np.floor(second) + beside)
             values = corner.merge(base, how="left", on=KEYS)[list(columns)].to_numpy(np.float64)
-            result += np.where(weight == 0, 0.0, weight * values)
+            result += np.where(weight[:, None] == 0, 0.0, weight[:, None] * values)
     return result
+
+
+def _apart(first: Array, second: Array, directed: NDArray[np.bool_], sign: Array) -> tuple[Array, Array]:
+    """Positions `[rows]` of pairs of layers; `directed` ones that are less than 1 apart are moved apart to 1.
+
+    Args:
+        first: position of the first layer of every row.
+        second: position of the other one.
+        directed: the rows that are moved.
+        sign: of the other layer less the first one, in the row's own model.
+    """
+    middle = (first + second) / 2
+    close = directed & (np.abs(second - first) < 1)
+    moved = [np.where(close, middle + side * sign / 2, place) for side, place in ((-1, first), (1, second))]
+    first, second = (  # without rounding errors, which would reach for a pair beyond the diagonal
+        np.where(directed, np.round(after, 9), before) for before, after in zip((first, second), moved, strict=True)
+    )
+    return first, second
+
+
+def _corner_weights(first: Array, second: Array, directed: NDArray[np.bool_]) -> dict[tuple[int, int], Array]:
+    """Weights `[rows]` of the four pairs of layers around a pair of positions, by (after the first, after the other).
+
+    The weights are bilinear, except on the diagonal, and for `directed` rows in squares of which the diagonal cuts off
+    a corner: there they are linear in the triangle of the other three corners.
+    """
+    down = first - np.floor(first)
+    right = second - np.floor(second)
+    steps = np.floor(second) - np.floor(first)
+    kinds = [(first == second) & (second >= 0), directed & (steps == 1), directed & (steps == -1)]
+    far, near = np.maximum(right - down, 0.0), np.maximum(down - right, 0.0)
+    none = np.zeros_like(down)
+    return {
+        (0, 0): np.select(kinds, [1 - down, 1 - right, 1 - down], (1 - down) * (1 - right)),
+        (0, 1): np.select(kinds, [none, far, none], (1 - down) * right),
+        (1, 0): np.select(kinds, [none, none, near], down * (1 - right)),
+        (1, 1): np.select(kinds, [down, down, right], down * right),
+    }
 
 
 def _keyed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:

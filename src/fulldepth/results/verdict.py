@@ -23,6 +23,7 @@ class Number(NamedTuple):
     statistic: str
     back: int | None = 0
     """Distance of its layer from the last one; None for rows without a layer."""
+    site: str = "residual"
 
 
 NUMBERS = {
@@ -35,6 +36,18 @@ NUMBERS = {
     "last_layer_loss": Number("Loss of the last layer", "lens_loss", "mean"),
     "median_saturation": Number("Median saturation layer", "saturation", "median", None),
     "effective_depth": Number("Effective depth", "effective_depth", "relative_eps=0.05", None),
+    **{
+        f"{name}{suffix}": Number(f"{title} without {removed}", "layer_effect", statistic, None, site)
+        for site, suffix, removed in (
+            ("layer", "", "one layer"),
+            ("attention", "_attention", "the attention of one layer"),
+            ("mlp", "_mlp", "the MLP of one layer"),
+        )
+        for name, title, statistic in (
+            ("effect_on_later", "Change of later layers at later tokens", "later_future_of_layers"),
+            ("effect_on_prediction", "Change of predictions", "divergence_all_of_layers"),
+        )
+    },
 }
 NO_SPREAD = "it is the same for all of the data, which says nothing of other data"
 """Reason for a difference without an error."""
@@ -153,10 +166,10 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
     yield "redundancy_change", Finding(median, "1", sentence)
 
 
-def _rows(table: pd.DataFrame, model: Entry, measure: str, statistic: str) -> pd.DataFrame:
-    """The rows of a model's statistic of the residual stream, by layer."""
+def _rows(table: pd.DataFrame, model: Entry, measure: str, statistic: str, site: str = "residual") -> pd.DataFrame:
+    """The rows of a model's statistic at a site, by layer."""
     rows = table[(table.model == model["label"]) & (table.measure == measure) & (table.statistic == statistic)]
-    return rows[rows.site == "residual"]
+    return rows[rows.site == site]
 
 
 def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Intervals) -> Iterator[tuple[str, Finding]]:
@@ -164,7 +177,7 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
     for name, number in NUMBERS.items():
         values = []
         for entry in (model, baseline):
-            rows = _rows(table, entry, number.measure, number.statistic)
+            rows = _rows(table, entry, number.measure, number.statistic, number.site)
             layer = -1 if number.back is None else entry["model"]["num_layers"] - number.back
             rows = rows[(rows["layer"].fillna(-1) == layer) & np.isfinite(rows["value"])]
             values.append(rows.iloc[0] if len(rows) else None)
