@@ -213,7 +213,7 @@ def _source(
         )
     elif sampled and len(records) < len(opened):
         warnings.append(
-            f"The hash is of the {len(records):,} rows that were read, of {len(opened):,} in {opened.name}."
+            f"The hash of the data covers {len(records):,} of the {len(opened):,} rows in {opened.name}."
         )
         if any(isinstance(label, str) for _, label in labels):
             column = str(columns.label)

@@ -30,6 +30,7 @@ ENOUGH = 5
 HELD_OUT = 5
 """One in so many documents chooses the ridge."""
 OTHER_TEXT = f"Name other text to fit on, such as --fit {CORPUS}."
+OTHER_PAIRS = "Name other pairs to fit on, such as --fit pairs.jsonl."
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class LinearLens:
         return (
             f"The linear lens is fitted on {self.positions:,} positions ({self.positions / self.width:.1f} for each of "
             f"{self.width} channels) in {counted(len(self.sequences), 'sequence')} of "
-            f"{counted(entry['documents'], 'document')} of {entry['name']} that are not measured; "
-            f"{counted(self.held_out['clusters'], unit)} of {entry['clusters']:,} chose the ridge."
+            f"{counted(entry['clusters'], unit)} of {entry['name']} that are not measured; "
+            f"{self.held_out['clusters']:,} of these {plural(unit)} chose the ridge."
         )
 
     @property
@@ -98,6 +99,11 @@ def cannot_be_fitted(reason: str) -> FulldepthError:
     return FulldepthError(f"The linear lens was asked for but cannot be fitted: {reason}")
 
 
+def _other_data(subject: Subject) -> str:
+    """Which other data the maps can be fitted on."""
+    return OTHER_PAIRS if subject.anatomy.task == "seq2seq-lm" else OTHER_TEXT
+
+
 def fitting_sequences(subject: Subject, settings: MeasureSettings) -> Sequences:
     """Sequences to fit on, of documents that the measurement does not read: a seeded, uniform sample.
 
@@ -110,7 +116,7 @@ def fitting_sequences(subject: Subject, settings: MeasureSettings) -> Sequences:
     data = subject.origin if settings.fit is None else settings.fit
     if data is None or not measured.contents:
         raise cannot_be_fitted(
-            f"the documents of {measured.name} are not known, so none can be left for it. {OTHER_TEXT}"
+            f"the documents of {measured.name} are not known, so none can be left for it. {_other_data(subject)}"
         )
     wanted = WANTED * subject.verified.width
     length = settings.sequence_length or min(DEFAULT_LENGTH, subject.anatomy.max_positions or DEFAULT_LENGTH)
@@ -140,7 +146,8 @@ def _unread(subject: Subject, data: Any, settings: MeasureSettings, count: int) 
         if len(unread) == len(source):
             return unread
     if not len(unread):
-        raise cannot_be_fitted(f"all {counted(len(source), 'document')} of {source.name} are measured. {OTHER_TEXT}")
+        documents = counted(len(source), "document")
+        raise cannot_be_fitted(f"all {documents} of {source.name} are measured. {_other_data(subject)}")
     return unread
 
 

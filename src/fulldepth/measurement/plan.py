@@ -236,6 +236,8 @@ def _no_removal(subject: Subject, parts: Collection[str]) -> str:
     whole = {*parts} == {"layer"} and verified.chained and verified.anatomy.task == "causal-lm"
     if READS_LATER in verified.unproven.get("head", ""):
         return f"{subject.kind} cannot skip blocks: {READS_LATER}, so effects on later tokens alone are not defined"
+    if verified.anatomy.task == "seq2seq-lm":
+        return f"{subject.kind} has an encoder beside its decoder; parts are removed from models of a single stack"
     if not verified.branches and whole:
         return ""
     if not verified.branches:

@@ -201,6 +201,8 @@ def lens(
         )  # fmt: skip
     if not results.meta.get("lens_grid"):
         raise FulldepthError("The lens reads models that predict tokens; this one predicts none.")
+    if masked := results.meta["data"].get("masked_share"):
+        watcher.say(f"{100 * masked:.0f} % of the tokens are replaced by the mask token, and predicted in its place.")
     for line in results.meta["warnings"]:
         if "standard error" not in line and NO_TARGET not in line:  # the lens states no errors and needs no targets
             watcher.say(line)

@@ -139,7 +139,8 @@ class LensSettings(LoadingSettings):
     top_k: int = Field(default=5, ge=1, le=100)
     """Most probable tokens of every layer and position."""
     sequence_length: Length | None = None
-    """Tokens after which a text is cut; None = 256, or the model's positions if fewer."""
+    """Tokens after which a text is cut; None = 256, or the model's positions if fewer (with --generate, a text is not
+    cut unless this is given)."""
     linear: bool = False
     """Map the states of every layer to the last layer's first, by least squares: the linear lens, which does not
     mistake a rotated state for ignorance."""
