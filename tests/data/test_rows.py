@@ -160,7 +160,7 @@ def test_a_sample_has_the_shares_of_all(tmp_path):
         assert len(labels) == 1600
         assert binomtest(labels.count(0), 1600, 0.9).pvalue > 1e-4
         assert all(texts[record.text] == record.label for record in samples[0])
-    assert "400 rows" in open_source(data, limit=400).warnings[0]
+    assert "covers 400 of the 4,000 rows" in open_source(data, limit=400).warnings[0]
 
 
 def test_names_of_classes_are_those_of_all_rows(tmp_path):

@@ -277,19 +277,6 @@ def test_encoders_are_refused(name, texts, checkpoint, picture_folder):
         fulldepth.measure(checkpoint(name), data, measures=["layer_effect"])
 
 
-@pytest.mark.parametrize(
-    ("measure", "reason"),
-    [
-        ("layer_effect", "an encoder beside its decoder"),
-        ("linear_lens_loss", "Name other pairs to fit on"),
-    ],
-)
-def test_an_encoder_decoder_is_refused_for_what_it_is(measure, reason, checkpoint):
-    pairs_of_text = [{"input": f"{word} cats sat", "target": f"{word} chats"} for word in ("two", "three", "four")]
-    with pytest.raises(FulldepthError, match=reason):
-        fulldepth.measure(checkpoint("t5"), pairs_of_text, measures=[measure])
-
-
 def test_a_model_whose_branches_are_not_proven_is_refused(texts):
     with pytest.raises(FulldepthError, match="attention and MLP are not known"):
         measured(stock("llama"), texts, anatomy={"blocks": "layers", "final_norm": "norm"}, effect_parts=["attention"])

@@ -212,9 +212,7 @@ def _source(
             f"{opened.name} is a stream: the hash is of {len(records):,} of its first rows, no sample of all."
         )
     elif sampled and len(records) < len(opened):
-        warnings.append(
-            f"The hash of the data covers {len(records):,} of the {len(opened):,} rows in {opened.name}."
-        )
+        warnings.append(f"The hash of the data covers {len(records):,} of the {len(opened):,} rows in {opened.name}.")
         if any(isinstance(label, str) for _, label in labels):
             column = str(columns.label)
             everything = [(where, row.get(column)) for where, row in opened.rows(lambda *_: [column])]
