@@ -11,7 +11,6 @@ from numpy.testing import assert_allclose
 
 import fulldepth
 from data.conftest import jsonl
-from fulldepth.core.errors import FulldepthError
 from measurement import oracle
 from metrics.oracle import cosines, steps
 from refusals import refused
@@ -93,5 +92,5 @@ def test_one_stack_alone_and_refusals(folder, rows, text_file):
     [("layer_effect", "an encoder beside its decoder"), ("linear_lens_loss", "Name other pairs to fit on")],
 )
 def test_causes_are_refused_for_what_the_model_is(measure, reason, folder, rows):
-    with pytest.raises(FulldepthError, match=reason):
+    with refused(reason):
         fulldepth.measure(str(folder), str(rows), measures=[measure], progress=False)
