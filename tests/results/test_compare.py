@@ -183,6 +183,19 @@ def test_headline_numbers_become_differences():
     assert "mean_coherence:b" not in found
 
 
+@pytest.mark.parametrize(("part", "suffix"), [("layer", ""), ("attention", "_attention"), ("mlp", "_mlp")])
+def test_effects_of_removal_are_compared_by_part(part, suffix):
+    def measured(value, error):
+        statistic = "later_future_of_layers"
+        names = {statistic: value, f"standard_error_of_{statistic}": error}
+        return measurement(4, [row("layer_effect", None, number, name, site=part) for name, number in names.items()])
+
+    entry = versus(measured(0.30, 0.03), measured(0.50, 0.04)).headline[f"effect_on_later{suffix}:b"]
+    assert entry["value"] == pytest.approx(0.2)
+    assert entry["standard_error"] == pytest.approx(0.05)
+    assert "difference +0.2 ± 0.05" in entry["sentence"]
+
+
 @pytest.mark.parametrize(
     ("changes", "measure", "warned"),
     [

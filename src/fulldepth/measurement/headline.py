@@ -15,10 +15,9 @@ from fulldepth.metrics.jump_rate import describe_jump, growth, size_of_jump
 from fulldepth.metrics.layer_effect import OVER_LAYERS
 from fulldepth.metrics.linear_lens import EARLY_GAIN, ERROR_OF
 from fulldepth.results import Finding
+from fulldepth.results.verdict import REMOVED_PARTS
 
 ERROR = "standard_error"
-EFFECT_PARTS = {"layer": "one layer", "attention": "the attention of one layer", "mlp": "the MLP of one layer"}
-"""Part that `layer_effect` removes -> what its sentence says is removed."""
 FALLS = "every layer in the sum displaces less than the one before by more than the error, so the sum is 0"
 
 
@@ -106,7 +105,7 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
     findings["effective_depth"] = step("effective_depth", "relative_eps=0.05", enough)
     gain, error = (value("linear_lens_accuracy", prefix + EARLY_GAIN) for prefix in ("", ERROR_OF))
     findings["linear_lens_gain"] = _linear_gain(gain, error, num_layers // 2)
-    for part, removed in EFFECT_PARTS.items():
+    for part, removed in REMOVED_PARTS.items():
         suffix = "" if part == "layer" else f"_{part}"
         change_of_later = "the updates of later layers at later tokens change by {} of their length"
         for name, unit, statistic, sentence in (

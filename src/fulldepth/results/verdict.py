@@ -24,8 +24,11 @@ class Number(NamedTuple):
     back: int | None = 0
     """Distance of its layer from the last one; None for rows without a layer."""
     site: str = "residual"
+    """Site of its rows."""
 
 
+REMOVED_PARTS = {"layer": "one layer", "attention": "the attention of one layer", "mlp": "the MLP of one layer"}
+"""Part that `layer_effect` removes, the site of its rows -> what a sentence says is removed."""
 NUMBERS = {
     "zeta_L": Number("Jump of the last layer (zeta_L)", "jump_rate", "value"),
     "zeta_L-1": Number("Jump of the last two layers (zeta_L-1)", "jump_rate", "value", 1),
@@ -37,12 +40,10 @@ NUMBERS = {
     "median_saturation": Number("Median saturation layer", "saturation", "median", None),
     "effective_depth": Number("Effective depth", "effective_depth", "relative_eps=0.05", None),
     **{
-        f"{name}{suffix}": Number(f"{title} without {removed}", "layer_effect", statistic, None, site)
-        for site, suffix, removed in (
-            ("layer", "", "one layer"),
-            ("attention", "_attention", "the attention of one layer"),
-            ("mlp", "_mlp", "the MLP of one layer"),
+        name if part == "layer" else f"{name}_{part}": Number(
+            f"{title} without {removed}", "layer_effect", statistic, None, part
         )
+        for part, removed in REMOVED_PARTS.items()
         for name, title, statistic in (
             ("effect_on_later", "Change of later layers at later tokens", "later_future_of_layers"),
             ("effect_on_prediction", "Change of predictions", "divergence_all_of_layers"),
