@@ -284,6 +284,17 @@ def test_generated_steps_are_read_as_in_the_whole_text(trained, tokenizer):
     assert sample["targets"] == [tokenizer.decode([token]) for token in ids[-steps:]]
 
 
+def test_a_text_of_one_token_is_shown(trained, tokenizer):
+    """No position has a target, so nothing can be measured; the columns are those of the token in a longer text."""
+    (first,) = tokenizer("t")["input_ids"]
+    longer = "t sat"
+    assert tokenizer(longer)["input_ids"][0] == first
+    options = {"linear": True, "top_k": 2, "fit": "corpus:builtin", "fit_sequences": 6}
+    alone, beside = (lens(trained, text, **options).meta["lens_grid"]["samples"][0] for text in ("t", longer))
+    assert alone["targets"] == [""]
+    assert alone["grid"] == [row[:1] for row in beside["grid"]]
+
+
 def test_is_measured_only_by_name(trained, pages):
     table = measure(trained, pages[:6], sequence_length=LENGTH).table
     assert not table.measure.str.startswith("linear").any()

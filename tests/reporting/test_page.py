@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import stats
 
-from fulldepth.core.errors import rounded
+from fulldepth.core.number_format import rounded
 from fulldepth.reporting import measured, render
 from fulldepth.reporting.page import compact_json, embedded_json, lens_samples, payload
 from fulldepth.reporting.phrases import figure_of, quantity, scaled, seconds, spread_of, visible

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fulldepth.core import launch
-from fulldepth.core.errors import one_line, plus_minus, rounded
+from fulldepth.core.errors import one_line
+from fulldepth.core.number_format import plus_minus, rounded
 
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 

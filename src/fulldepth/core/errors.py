@@ -1,9 +1,8 @@
-"""`FulldepthError` for errors that users can correct, and helpers for the texts that users read."""
+"""`FulldepthError` for errors that users can correct, and helpers for its texts."""
 
 from __future__ import annotations
 
 import errno
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -73,33 +72,6 @@ def one_line(text: object, most: int = 400) -> str:
     """`text` on one line of at most `most` printable characters; `…` marks an omission."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[: 16 * most]).split())
     return line if len(line) <= most else line[: most - 1] + "…"
-
-
-def rounded(value: float, form: str = ".4g") -> str:
-    """A number in Python's format `form`, from 1,000 on with thousands separators: `0.1282`, `12.5`, `51,200`."""
-    sign = "+" if form.startswith("+") else ""
-    return f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{form}}"
-
-
-def plus_minus(error: float | None, decimals: int | None = None) -> str:
-    """A standard error behind its number: `± 0.0043`, with `decimals` decimals or (None) two significant digits.
-
-    Empty if the error is not known (None, NaN or infinite).
-    """
-    if error is None or not math.isfinite(error):
-        return ""
-    if decimals is not None:
-        return f"± {error:.{decimals}f}"
-    if error >= 99.5:  # more digits than two, rather than an exponent
-        return f"± {error:,.0f}"
-    text = f"{error:.2g}"
-    return f"± {error:.{1 - math.floor(math.log10(error))}f}" if "e-" in text else f"± {text}"
-
-
-def to_decimals(value: float, decimals: int = 3) -> str:
-    """A number of at least 0 with a fixed number of decimals; `below 0.0005` where they would all be zeros."""
-    least = 0.5 * 10.0**-decimals
-    return f"below {least:.{decimals + 1}f}" if 0 < value < least else f"{value:.{decimals}f}"
 
 
 def brief(message: str, most: int = 950) -> str:

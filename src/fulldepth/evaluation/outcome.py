@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fulldepth.core.errors import plus_minus
+from fulldepth.core.number_format import plus_minus
 from fulldepth.core.uncertainty import GROUPS, advisable
 from fulldepth.evaluation.scoring import Score, Scored
 from fulldepth.metrics.standard_errors import Mean

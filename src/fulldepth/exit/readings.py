@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.core.errors import FulldepthError, plus_minus
+from fulldepth.core.errors import FulldepthError
+from fulldepth.core.number_format import plus_minus
 from fulldepth.core.progress import Watcher
 from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import advisable, sample

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from fulldepth.core.errors import plus_minus, rounded, to_decimals
+from fulldepth.core.number_format import plus_minus, rounded, to_decimals
 from fulldepth.core.thresholds import COPY, NOISE
 from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, measurable, plural
 from fulldepth.data.batches import Sequences

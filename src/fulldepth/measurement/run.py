@@ -404,13 +404,8 @@ def measure_subject(
     if settings.reference is not None:
         reference, scales = _reference(subject, settings.reference, settings, process)
     clock.seconds["load"] = time.perf_counter() - start
-    plan = make_plan(
-        subject,
-        counting,
-        settings,
-        stream_scale=scales,
-        shows_all=settings.measures in (OF_LENS, [*LINEAR_LENS]) and settings.grid_samples >= len(subject.sequences),
-    )
+    shows_all = settings.measures in (OF_LENS, [*LINEAR_LENS]) and settings.grid_samples >= len(subject.sequences)
+    plan = make_plan(subject, counting, settings, stream_scale=scales, shows_all=shows_all)
     setup = plan.setup
     if extra is not None and (further := extra(subject, counting, setup)) is not None:
         plan.measures[SITE] = further
@@ -451,7 +446,8 @@ def measure_subject(
                 raise FulldepthError(f"{name} was asked for but cannot be measured: {reason}.")
             plan.left_out.append({"measure": name, "reason": reason})
     table = tabulate(rows)
-    if not np.isfinite(table.value.to_numpy(np.float64)).any():
+    only_shown = shows_all and not subject.sequences.num_targets  # the lens of a text of one token
+    if not only_shown and not np.isfinite(table.value.to_numpy(np.float64)).any():
         why = " ".join([zero_weights(subject.model), *gaps(table, setup.num_layers)]).strip()
         raise FulldepthError(
             f"Nothing that was measured of {subject.checkpoint.name} is a finite number. {why}".strip()[:950]

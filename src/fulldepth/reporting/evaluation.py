@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.core.errors import plus_minus
+from fulldepth.core.number_format import plus_minus
 from fulldepth.reporting.charts import Figure, Line, alone, overlay, readings
 from fulldepth.reporting.draw import add_level
 from fulldepth.reporting.exits import export_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textwrap import wrap
 
-from fulldepth.core.errors import plus_minus
+from fulldepth.core.number_format import plus_minus
 from fulldepth.reporting.charts import Figure, readings
 from fulldepth.reporting.draw import Drawn, chart, points, value_axis
 from fulldepth.reporting.measured import PageFinding

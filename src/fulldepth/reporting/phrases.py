@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fulldepth.core.errors import plus_minus, rounded
+from fulldepth.core.number_format import plus_minus, rounded
 from fulldepth.core.uncertainty import counted
 from fulldepth.reporting.source import number
 from fulldepth.reporting.style import is_invisible, minus

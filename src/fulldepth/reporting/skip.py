@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.core.errors import plus_minus
+from fulldepth.core.number_format import plus_minus
 from fulldepth.reporting import measured
 from fulldepth.reporting.charts import Figure, readings
 from fulldepth.reporting.draw import Drawn, chart, legend_entry, points, value_axis

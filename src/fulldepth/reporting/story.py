@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fulldepth.core.errors import plus_minus, to_decimals
+from fulldepth.core.number_format import plus_minus, to_decimals
 from fulldepth.core.thresholds import FEEDS, IDLE, LARGE_JUMP, degrees
 from fulldepth.core.uncertainty import measurable
 from fulldepth.reporting.phrases import short

@@ -11,7 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 import yaml
 
-from fulldepth.core.errors import rounded
+from fulldepth.core.number_format import rounded
 
 Figures = dict[str, go.Figure]
 """Name -> figure. `name:variant` is a variant of the figure `name`."""

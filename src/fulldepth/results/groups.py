@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from fulldepth.core.errors import FulldepthError, one_line, plus_minus, rounded, unknown
+from fulldepth.core.errors import FulldepthError, one_line, unknown
+from fulldepth.core.number_format import plus_minus, rounded
 from fulldepth.core.thresholds import BUSY
 from fulldepth.core.uncertainty import holm, paired_test, quantile
 from fulldepth.results import verdict

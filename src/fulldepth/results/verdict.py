@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from fulldepth.core.errors import plus_minus, rounded
+from fulldepth.core.number_format import plus_minus, rounded
 from fulldepth.core.uncertainty import FEWEST_CLUSTERS, FEWEST_DOCUMENTS, SIGNIFICANT, Difference, measurable
 from fulldepth.results.differences import Interval
 from fulldepth.results.document import Finding

@@ -16,7 +16,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 from fulldepth.core.distributed import Processes, processes
-from fulldepth.core.errors import plus_minus
+from fulldepth.core.number_format import plus_minus
 from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import quantile
 from fulldepth.data.examples import units

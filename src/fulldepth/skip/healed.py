@@ -22,8 +22,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fulldepth.core.errors import FulldepthError, one_line, plus_minus
+from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import write_text
+from fulldepth.core.number_format import plus_minus
 from fulldepth.data.examples import units
 from fulldepth.data.packing import write_tokens
 from fulldepth.execution import find_anatomy

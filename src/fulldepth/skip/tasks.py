@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from fulldepth.core.errors import plus_minus
+from fulldepth.core.number_format import plus_minus
 from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import SIGNIFICANT
 from fulldepth.evaluation import EvaluateSettings, evaluate, load_tasks

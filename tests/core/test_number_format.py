@@ -1,4 +1,4 @@
-"""Texts that users read."""
+"""Standard errors in texts: their digits, and none where none is known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulldepth.core.errors import plus_minus
+from fulldepth.core.number_format import plus_minus
 
 
 @given(st.floats(1e-9, 1e6))

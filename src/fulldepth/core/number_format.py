@@ -1,0 +1,32 @@
+"""How numbers and their standard errors are written in texts."""
+
+from __future__ import annotations
+
+import math
+
+
+def rounded(value: float, form: str = ".4g") -> str:
+    """A number in Python's format `form`, from 1,000 on with thousands separators: `0.1282`, `12.5`, `51,200`."""
+    sign = "+" if form.startswith("+") else ""
+    return f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{form}}"
+
+
+def plus_minus(error: float | None, decimals: int | None = None) -> str:
+    """A standard error behind its number: `± 0.0043`, with `decimals` decimals or (None) two significant digits.
+
+    Empty if the error is not known (None, NaN or infinite).
+    """
+    if error is None or not math.isfinite(error):
+        return ""
+    if decimals is not None:
+        return f"± {error:.{decimals}f}"
+    if error >= 99.5:  # more digits than two, rather than an exponent
+        return f"± {error:,.0f}"
+    text = f"{error:.2g}"
+    return f"± {error:.{1 - math.floor(math.log10(error))}f}" if "e-" in text else f"± {text}"
+
+
+def to_decimals(value: float, decimals: int = 3) -> str:
+    """A number of at least 0 with a fixed number of decimals; `below 0.0005` where they would all be zeros."""
+    least = 0.5 * 10.0**-decimals
+    return f"below {least:.{decimals + 1}f}" if 0 < value < least else f"{value:.{decimals}f}"
