@@ -69,8 +69,8 @@ def _files(folder: Path, pattern: str) -> Iterator[Path]:
 
 
 def _read_to_fit(data: Source | Sequences, settings: MeasureSettings) -> Any:
-    """What the linear lens is fitted on: the name, and the hash of each file at that place, in subfolders, too; None
-    if it is not measured.
+    """The text that the linear lens is fitted on: its name, and the hash of each file at that place, in subfolders,
+    too; None if it is not measured.
     """
     if settings.named_measures.isdisjoint(LINEAR_LENS):
         return None

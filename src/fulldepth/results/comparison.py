@@ -228,7 +228,7 @@ def _side_by_side(
 
 
 def _read(result: Results) -> dict[str, Any]:
-    """What a measurement removed, predicted and was fitted on, of the measures that it has."""
+    """The parts that a measurement removed, its predictions and the text of its fit, of the measures that it has."""
     meta = result.meta
     settings = meta.get("settings") or {}
     measures = {*result.table["measure"]}
