@@ -49,7 +49,7 @@ DOCUMENT, QUESTION, ANSWER = range(3)
 """Parts of a row; each has noise of its own."""
 
 
-class StoredNotes(Settings):
+class OwnTextNotes(Settings):
     """The entries of `own.json`."""
 
     asked: dict[str, JsonValue]
@@ -194,7 +194,7 @@ class OwnText:
                 file.writelines(new)
             lines += new
             digest = hashlib.sha256("".join(lines).encode()).hexdigest()
-            notes = StoredNotes(asked=asked, rows=len(lines), next=numbers.stop, sha256=digest)
+            notes = OwnTextNotes(asked=asked, rows=len(lines), next=numbers.stop, sha256=digest)
             write_text(folder / NOTES, json.dumps(notes.model_dump(), indent=2))
             watcher.advance(len(new))
             if first:
@@ -298,7 +298,7 @@ class OwnText:
         )
 
 
-def _read_so_far(folder: Path, asked: dict[str, JsonValue]) -> tuple[StoredNotes, list[str]]:
+def _read_so_far(folder: Path, asked: dict[str, JsonValue]) -> tuple[OwnTextNotes, list[str]]:
     """The notes of an earlier call, and the lines that they speak of; nothing if there was none.
 
     Raises:
@@ -308,11 +308,11 @@ def _read_so_far(folder: Path, asked: dict[str, JsonValue]) -> tuple[StoredNotes
     file = folder / NOTES
     again = f"Remove {file} and {path} to let the model write again, or choose another output folder."
     if not path.exists() and not file.exists():
-        return StoredNotes(asked=asked), []
+        return OwnTextNotes(asked=asked), []
     if not file.exists():
         raise FulldepthError(f"{path} is not a file of this model's own text: {NOTES} is missing beside it. {again}")
     try:
-        notes = read_document(file, StoredNotes)
+        notes = read_document(file, OwnTextNotes)
     except FulldepthError as error:
         raise FulldepthError(f"{one_line(error)} {again}") from error
     if wrong := differences(notes.asked, asked):

@@ -46,7 +46,7 @@ class Sampling(Settings):
     """Prompts in a batch; prompts are sorted by length."""
 
 
-class StoredNotes(Settings):
+class ResponseNotes(Settings):
     """The entries of `responses.json`, which is written before the responses."""
 
     asked: dict[str, JsonValue]
@@ -227,7 +227,7 @@ def respond(
     asked |= sampling.model_dump(exclude={"batch_size"})
     if notes.exists() or responses.exists():
         try:
-            stored = read_document(notes, StoredNotes)
+            stored = read_document(notes, ResponseNotes)
             wrong = differences(stored.asked, asked)
             if responses.exists() and hashlib.sha256(responses.read_bytes()).hexdigest() != stored.sha256:
                 wrong = f"{responses} has changed since it was generated"

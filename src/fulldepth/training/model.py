@@ -117,7 +117,7 @@ HEADS = {
 """`TrainSettings.task` -> its models."""
 
 
-class Options(NamedTuple):
+class ModelOptions(NamedTuple):
     """The class of a model's configuration, what it starts from, and its options."""
 
     base: PreTrainedConfig | None
@@ -127,7 +127,7 @@ class Options(NamedTuple):
     """Names of its options."""
 
 
-def check_options(model: ModelSettings, task: str) -> Options:
+def check_options(model: ModelSettings, task: str) -> ModelOptions:
     """Check before anything is made for the model that its type has the options that are given.
 
     Raises:
@@ -146,7 +146,7 @@ def check_options(model: ModelSettings, task: str) -> Options:
         if name in SWITCHES:
             raise FulldepthError(f"model.{name} is an option of model.type=depth_llama; {kind.model_type} has none.")
         raise unknown(f"option of {kind.model_type} under `model`", name, known)
-    return Options(base, kind, known)
+    return ModelOptions(base, kind, known)
 
 
 def build_config(
