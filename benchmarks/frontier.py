@@ -278,7 +278,7 @@ class Subject:
         sums = {"whole": np.array(whole["sums"]), "without": np.array(without["sums"])}
         losses = HeldoutLosses(sums, np.array(whole["tokens"]), np.array(whole["documents"]))
         difference = losses.added("without")
-        return difference.mean, difference.free_error
+        return difference.mean, difference.standard_error
 
 
 class Row(NamedTuple):

@@ -168,7 +168,7 @@ class Bench:
         for text, source in self.texts().items():
             rows = read_examples(None, tokenizer, None, heldout=source, limit=READ_ROWS)  # windows of 256
             added = heldout_losses(models, rows.heldout, 8, self.watcher)["loss"].added("healed")
-            line["losses"][text] = [round(added.mean, 5), round(added.free_error, 5)]
+            line["losses"][text] = [round(added.mean, 5), round(added.standard_error, 5)]
         original = self.scores("original", models["original"], tokenizer)
         for reading in task_readings(original, self.scores(name, models["healed"], tokenizer)):
             line["tasks"][reading.task] = {

@@ -190,10 +190,10 @@ def test_the_estimator_is_its_formula_for_documents_of_any_size():
     squares = [sum(gap[i] - rate * tokens[i] for i in np.flatnonzero(documents == g)) ** 2 for g in set(documents)]
     error = (9 / 8 * sum(squares)) ** 0.5 / sum(tokens)
     found = mean_difference(gap, tokens, documents, 160)
-    assert (found.mean, found.free_error) == pytest.approx((rate, error), rel=1e-12)
+    assert (found.mean, found.standard_error) == pytest.approx((rate, error), rel=1e-12)
     assert found.error == pytest.approx(error * (1 - 40 / 160) ** 0.5, rel=1e-12)
     assert (found.sequences, found.documents) == (40, 9)
     for few in (1, 2):  # two documents tell too little of others
         found = mean_difference(gap, tokens, np.arange(40) % few, 160)
-        assert found.free_error == found.reach == np.inf
+        assert found.standard_error == found.reach == np.inf
         assert not found.measurable

@@ -162,7 +162,7 @@ def test_losses_are_those_of_stock_passes_on_the_same_sequences(folders):
                 mean_difference(sums - every["original"], tokens, documents, 11),
                 results.headline[f"loss_added {name}"],
             )
-            assert finding["standard_error"] == pytest.approx(gap.free_error, rel=1e-4)
+            assert finding["standard_error"] == pytest.approx(gap.standard_error, rel=1e-4)
             assert rows["value"]["difference_stderr"] == finding["standard_error"]
             assert rows["count"]["difference_stderr"] == gap.documents == 4
             assert ("no measurable" not in finding["sentence"]) == gap.measurable

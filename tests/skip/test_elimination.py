@@ -22,7 +22,7 @@ def test_errors_and_bounds_are_right_where_windows_of_a_document_agree(size):
         shared = np.repeat(generator.normal(0, between, groups), size)
         gap = tokens * (shared + generator.normal(0, within, groups * size))
         found = mean_difference(gap, np.full(len(gap), float(tokens)), documents, 10**9)
-        squares.append(found.free_error**2)
+        squares.append(found.standard_error**2)
         false += is_worse(found, 0.05, 0.0, any_data=True)
     variance = between**2 / groups + within**2 / (groups * size)
     assert np.mean(squares) == pytest.approx(variance, rel=0.03)  # the mean of 4000 has an error of 0.5 %

@@ -346,7 +346,7 @@ class Difference(NamedTuple):
     """In nats per token."""
     error: float
     """Standard error as an estimate for all held-out data; 0 once all were seen."""
-    free_error: float
+    standard_error: float
     """Standard error as an estimate for any such data."""
     sequences: int
     documents: int
@@ -360,14 +360,14 @@ class Difference(NamedTuple):
 
         2 standard errors, or for fewer than `FEWEST_DOCUMENTS` documents by Student's t.
         """
-        if math.isinf(self.free_error):
+        if math.isinf(self.standard_error):
             return math.inf
-        return self.free_error * (SIGNIFICANT if self.documents >= FEWEST_DOCUMENTS else quantile(self.documents))
+        return self.standard_error * (SIGNIFICANT if self.documents >= FEWEST_DOCUMENTS else quantile(self.documents))
 
     @property
     def in_errors(self) -> float:
         """The difference in standard errors."""
-        return self.mean / self.free_error if self.free_error else math.copysign(math.inf, self.mean)
+        return self.mean / self.standard_error if self.standard_error else math.copysign(math.inf, self.mean)
 
     @property
     def measurable(self) -> bool:
@@ -394,10 +394,10 @@ def mean_difference(gap: Array, tokens: Array, documents: ArrayLike, population:
     weights = np.bincount(document, tokens)
     total = float(tokens.sum())
     mean = float(gap.sum()) / total if total else 0.0
-    free_error = float(ratio_error(sums, weights)) if total else math.nan
-    if math.isnan(free_error):
-        free_error = math.inf
+    standard_error = float(ratio_error(sums, weights)) if total else math.nan
+    if math.isnan(standard_error):
+        standard_error = math.inf
     unseen = 1 - len(gap) / population
-    error = free_error * math.sqrt(unseen) if unseen > 0 else 0.0
+    error = standard_error * math.sqrt(unseen) if unseen > 0 else 0.0
     largest = float(np.abs(sums - mean * weights).max(initial=0.0))
-    return Difference(mean, error, free_error, len(gap), int((weights > 0).sum()), largest)
+    return Difference(mean, error, standard_error, len(gap), int((weights > 0).sum()), largest)

@@ -64,8 +64,8 @@ class HeldoutLosses:
         """The rows of `loss`: the mean, and the standard error of its difference to the original."""
         yield "loss", "model", None, None, "mean", self.mean(label), self.count, "nats"
         added = self.added(label)
-        if label != next(iter(self.sums)) and math.isfinite(added.free_error):
-            yield "loss", "model", None, None, "difference_stderr", added.free_error, added.documents, "nats"
+        if label != next(iter(self.sums)) and math.isfinite(added.standard_error):
+            yield "loss", "model", None, None, "difference_stderr", added.standard_error, added.documents, "nats"
 
     def added(self, label: str, other: str | None = None) -> Difference:
         """Loss of a model minus that of another one, on the same tokens; None = the original."""

@@ -1,4 +1,4 @@
-"""Self-tests at load: a model whose captured parts do not reproduce its own states and logits is refused."""
+"""Self-tests at load: parts that do not reproduce the model's states and logits are left out, or the model is refused."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ class Verified:
 def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional: Collection[str] = ()) -> Verified:
     """The first candidate whose parts reproduce the model's states and logits on a small batch.
 
-    Three things are checked. The blocks are the residual stream: each runs and reads the previous block's output, and
-    the last one (through the final norm) gives the body's last hidden state. The captured branches, combined by the
-    family's design, equal every block's output. The classifier applied to `h_L` equals the model's own logits
-    (soft-cap, scale and bias included). For families that are not in the table, the head is found here by following
-    the tensors from `h_L` to the logits.
+    Three things are checked, in this order. The blocks are the residual stream: each runs and reads the previous
+    block's output, and the last one (through the final norm) gives the body's last hidden state. The classifier applied
+    to `h_L` equals the model's own logits (soft-cap, scale and bias included); for families that are not in the table,
+    it is found here by following the tensors from `h_L` to the logits. The captured branches, combined by the family's
+    design, equal every block's output.
 
     Args:
         candidates: anatomies to try, best guess first.

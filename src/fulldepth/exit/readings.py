@@ -38,7 +38,8 @@ from fulldepth.execution.decoding import ExitRule, certainty
 from fulldepth.execution.lens import PositionSample
 from fulldepth.execution.predictions import losses, read_predictions
 from fulldepth.metrics.standard_errors import Mean
-from fulldepth.settings.exit import LayerReadingSettings, Rule
+from fulldepth.settings.exit import Rule
+from fulldepth.settings.loading import LayerReadingSettings
 from fulldepth.subject import Subject
 
 CANDIDATES = 200

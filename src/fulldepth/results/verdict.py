@@ -283,19 +283,19 @@ def unlike(model: Entry, baseline: Entry, causes: Sequence[tuple[str, ...]], whe
 
 def difference_in_words(gap: Difference, other: str, units: str) -> str:
     """A difference of losses to another model on a number of `units`, as a part of a sentence."""
-    if not math.isfinite(gap.free_error):
+    if not math.isfinite(gap.standard_error):
         too_few = f"an error takes {FEWEST_CLUSTERS} {units}, these are {gap.documents}"
         return f"{gap.mean:+.4f} against {other} ({too_few})"
     if not gap.measurable:
         return f"no measurable difference from {other} (at most {abs(gap.mean) + gap.reach:.4f} nats)"
-    error = f"standard error {gap.free_error:.4f}, {gap.documents} {units}"
+    error = f"standard error {gap.standard_error:.4f}, {gap.documents} {units}"
     if gap.documents < FEWEST_DOCUMENTS:
-        error += f", measurable from {gap.reach / gap.free_error:.1f} standard errors"
+        error += f", measurable from {gap.reach / gap.standard_error:.1f} standard errors"
     return f"{gap.mean:+.4f} against {other} ({error})"
 
 
 def difference_finding(gap: Difference, sentence: str, units: str) -> Finding:
     """A difference of losses on a number of `units` with its error, explained by a sentence."""
-    if math.isfinite(gap.free_error):
-        return Finding(gap.mean, "nats", sentence, standard_error=gap.free_error)
+    if math.isfinite(gap.standard_error):
+        return Finding(gap.mean, "nats", sentence, standard_error=gap.standard_error)
     return Finding(gap.mean, "nats", sentence, no_standard_error=f"too few {units}")

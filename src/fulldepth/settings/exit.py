@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.settings.layers import SET, Applies
-from fulldepth.settings.loading import LOADING, Count, Length, ReadingSettings, Seed
+from fulldepth.settings.loading import LOADING, Count, LayerReadingSettings, Length
 
 Rule = Literal["confidence", "margin", "entropy", "patience"]
 Threshold = Annotated[float, Field(gt=0, le=1)]
@@ -18,19 +18,6 @@ EXPORTS = ("layers", "effective_depth")
 """Settings that choose the number of layers of a shorter checkpoint; one of them."""
 READING = ("max_sequences", "sequence_length", "batch_size", "seed", "split", "skip_bad")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-class LayerReadingSettings(ReadingSettings):
-    """How the predictions of every layer are read."""
-
-    max_sequences: Count = 512
-    """Sequences to read: a uniform, seeded sample of windows, rows or images."""
-    batch_size: Count | None = None
-    """Sequences in a batch; None = 64 for classifiers, which are timed with it, and 8 for language models."""
-    lens_tokens: Count | None = 4096
-    """Positions in the seeded sample that a language model's lens is applied to; None = all that have a target."""
-    seed: Seed = 0
-    """Seed of all random samples and of the split."""
 
 
 class ExitSettings(LayerReadingSettings):

@@ -63,3 +63,16 @@ class ReadingSettings(LoadingSettings):
     truncate: bool = False
     """Cut prompt-response pairs that are longer than the sequence length, and labelled texts for a classifier that are
     longer than the model's positions, instead of refusing them."""
+
+
+class LayerReadingSettings(ReadingSettings):
+    """How the predictions of every layer are read."""
+
+    max_sequences: Count = 512
+    """Sequences to read: a uniform, seeded sample of windows, rows or images."""
+    batch_size: Count | None = None
+    """Sequences in a batch; None = 64 for classifiers, which are timed with it, and 8 for language models."""
+    lens_tokens: Count | None = 4096
+    """Positions in the seeded sample that a language model's lens is applied to; None = all that have a target."""
+    seed: Seed = 0
+    """Seed of all random samples and of the split."""

@@ -172,7 +172,7 @@ def _table(plan: Plan, read: Mapping[str, HeldoutLosses], end: Breakpoint) -> pd
             lowest, highest, unit = MEASURES.get(name, (-math.inf, math.inf, "nats"))
             statistics = {"mean": mean.mean}
             if mean.documents >= FEWEST:
-                reach = quantile(mean.documents) * mean.free_error
+                reach = quantile(mean.documents) * mean.standard_error
                 statistics |= {"low": max(mean.mean - reach, lowest), "high": min(mean.mean + reach, highest)}
             for statistic, value in statistics.items():
                 rows.append((name, "model", layer, None, statistic, value, tokens, unit))

@@ -121,7 +121,7 @@ def is_worse(gap: Difference, risk: float, least: float, *, any_data: bool = Fal
     """
     if gap.documents < FEWEST_DOCUMENTS:
         return False
-    error = gap.free_error if any_data else gap.error
+    error = gap.standard_error if any_data else gap.error
     return gap.mean > least + error * quantile(gap.documents, 1 - risk)
 
 
@@ -175,7 +175,7 @@ def judge(
         )
         for gap in gaps.values()
     )
-    error = gap.free_error if math.isfinite(gap.free_error) else None
+    error = gap.standard_error if math.isfinite(gap.standard_error) else None
     closest = _name(loss_cache, near - contest.before)
     return Round(pick, decided_by, sure, closest, gap.mean, error, gap.sequences, scored, population)
 

@@ -104,7 +104,7 @@ def goal_of(
     Args:
         loss_cache: of the search.
         settings: with one target, or none and a number of blocks.
-        timed: gives the gain of each kind of block in time, by `measured`, and the share of the processor that other
+        timed: gives the gain of each kind of block in time, by `time_shares`, and the share of the processor that other
             programs used meanwhile.
 
     Raises:
@@ -202,7 +202,7 @@ class SwitchedRunner(Runner):
             self.scorer.plain()
 
 
-def measured(scorer: Scorer, settings: SearchSettings, watcher: Watcher) -> dict[str, float]:
+def time_shares(scorer: Scorer, settings: SearchSettings, watcher: Watcher) -> dict[str, float]:
     """Time the model without all blocks of a kind: kind -> the gain of one block (see the docstring of this module).
 
     The context is shortened to the model's positions.

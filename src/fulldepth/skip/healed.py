@@ -218,12 +218,12 @@ def card_numbers(healing: Healing, tasks: Sequence[TaskReading] = ()) -> dict[st
     titles = {"original": "Held-out loss of the original", **NAMES}
     for label in losses.sums:
         added = losses.added(label)
-        gap = "" if label == "original" else f" ({added.mean:+.4f} {plus_minus(added.free_error, 4)})"
+        gap = "" if label == "original" else f" ({added.mean:+.4f} {plus_minus(added.standard_error, 4)})"
         numbers[titles[label]] = f"{losses.mean(label):.4f}{gap} nats a token"
     if "control" in losses.sums:
         net = losses.added("trained", "control")
         numbers["Net cost of removal, against the control"] = (
-            f"{net.mean:+.4f} {plus_minus(net.free_error, 4)} nats a token"
+            f"{net.mean:+.4f} {plus_minus(net.standard_error, 4)} nats a token"
         )
     about = f"{losses.count:,} tokens of {text_of(healing)}, which neither chose the blocks nor healed the model"
     return numbers | {"Held-out text": one_line(about, 300).replace("|", r"\|"), "Loss on other text": "unknown"}

@@ -26,7 +26,7 @@ from fulldepth.settings.search import SearchSettings, seconds_of
 from fulldepth.skip.elimination import Round, chain, eliminate, exchange
 from fulldepth.skip.exports.formats import export_obstacle
 from fulldepth.skip.fit import fit, fit_options
-from fulldepth.skip.goal import Goal, goal_of, measured
+from fulldepth.skip.goal import Goal, goal_of, time_shares
 from fulldepth.skip.loss_cache import PROGRESS, LossCache
 from fulldepth.skip.outcome import KIND, search_results
 from fulldepth.skip.own_text import names_own, with_own_text
@@ -172,7 +172,7 @@ def search_with(
     def timed() -> tuple[dict[str, float], float]:
         kind = Annotated[dict[str, FiniteFloat], Field(min_length=1)]
         load = OtherLoad()
-        (shares,) = loss_cache.task({"time shares": lambda: (measured(scorer, settings, watcher), 0, 0.0)}, kind)
+        (shares,) = loss_cache.task({"time shares": lambda: (time_shares(scorer, settings, watcher), 0, 0.0)}, kind)
         other = load.share()  # asked here, by all processes, because one of them has timed
         (used,) = loss_cache.task({"other load": lambda: (other, 0, 0.0)}, float)
         return shares, used
