@@ -16,10 +16,11 @@ import torch
 
 import fulldepth
 from fulldepth.core.errors import FulldepthError
+from fulldepth.execution import find_anatomy
 from fulldepth.exit import Decoder, sweep
 from fulldepth.settings import layer
 from fulldepth.settings.train import TrainSettings
-from fulldepth.skip import search
+from fulldepth.skip import Scalars, search, skipping
 
 ACCURACY_DROP = 0.01
 """Loss of accuracy at which early exit is read."""
@@ -27,6 +28,11 @@ REMOVED = 3
 """Attention blocks or layers that a search removes."""
 DRAFT_LENGTH = 4
 """Tokens of a draft."""
+EFFECTS = {
+    "effect_on_prediction": ("layer_effect", "layer", "divergence_all"),
+    "effect_on_later": ("layer_effect", "layer", "later_future"),
+}
+"""Number by layer of `layer_effect`: measure, site, statistic."""
 ROUNDS = 9
 """Timed generations of each decoder, in turn."""
 
@@ -79,17 +85,33 @@ def measured(subject: Subject) -> dict[str, Any]:
     results = fulldepth.measure(subject.model, measures=names, lens_tokens=None, **subject.options())
     table = results.table
     depth = results.meta["model"]["num_layers"]
-    numbers: dict[str, Any] = {}
-    for name, (measure, site, statistic) in subject.measures.items():
-        rows = table[(table.measure == measure) & (table.site == site) & (table.statistic == statistic)]
-        rows = rows[rows.other.isna() | (rows.other == depth)].sort_values("layer")
-        numbers[name] = [None if math.isnan(value) else value for value in rows.value.tolist()]
+    numbers: dict[str, Any] = by_layer(results, subject.measures)
     losses = numbers["lens_loss"]
     numbers["near_final"] = next(number for number, loss in enumerate(losses) if loss <= 1.05 * losses[-1])
     for name in ("effective_depth", "median_saturation"):
         numbers[name] = results.headline.get(name, {}).get("value")
     jumps = table[(table.measure == "jump_rate") & (table.statistic == "value")].set_index("layer").value
     return numbers | {f"zeta_{back}": float(jumps[depth - back]) for back in range(3)}
+
+
+def by_layer(results: fulldepth.Results, measures: Mapping[str, tuple[str, str, str]]) -> dict[str, list[float | None]]:
+    """Numbers by layer: name -> values; of a measure of pairs, those with the last layer."""
+    table = results.table
+    numbers = {}
+    for name, (measure, site, statistic) in measures.items():
+        rows = table[(table.measure == measure) & (table.site == site) & (table.statistic == statistic)]
+        rows = rows[rows.layer.notna() & (rows.other.isna() | (rows.other == results.meta["model"]["num_layers"]))]
+        values = rows.sort_values("layer").value.tolist()
+        numbers[name] = [None if math.isnan(value) else value for value in values]
+    return numbers
+
+
+def effective(subject: Subject) -> dict[str, Any]:
+    """What removing each layer alone changes: predictions, in nats, and later layers at later tokens (none of the last
+    layer).
+    """
+    results = fulldepth.measure(subject.model, measures=["layer_effect"], **subject.options())
+    return by_layer(results, EFFECTS)
 
 
 def transferred(subject: Subject) -> dict[str, Any]:
@@ -156,7 +178,9 @@ def removed(subject: Subject, part: str, method: str = "greedy") -> dict[str, An
 
 
 def rescaled(subject: Subject) -> dict[str, Any]:
-    """What scalars regain of the removed attention blocks, less what they gain without a removal; for the control."""
+    """What scalars regain of the removed attention blocks, less what they gain without a removal, and what they change
+    of the states' distance (MMD) to those of the whole model, on average over layers; for the control.
+    """
     if subject.arm != subject.control:
         return {}
     options = subject.options()
@@ -165,7 +189,18 @@ def rescaled(subject: Subject) -> dict[str, Any]:
     plan = search(subject.model, subject.data["choosing"], search="given", given=chosen, fit=True, **options)
     gained = plan.losses[-1] - plan.healed_loss
     gained_whole = plan.losses[0] - plan.control_loss.scalars_only
-    return {"scalars_regain": gained - gained_whole, "scalars_gain_whole": gained_whole}
+    anatomy = find_anatomy(subject.model)
+    distances = []
+    for scalars in (None, Scalars.from_dict(plan.scalars, anatomy.num_layers)):
+        with skipping(anatomy, chosen, scalars=scalars):
+            reference = {"measures": ["mmd"], "reference": subject.model.name_or_path}
+            results = fulldepth.measure(subject.model, **reference, **subject.options())
+        distances.append(results.values("mmd", "value").mean())
+    return {
+        "scalars_regain": gained - gained_whole,
+        "scalars_gain_whole": gained_whole,
+        "scalars_change_mmd": float(distances[1] - distances[0]),
+    }
 
 
 def selected(subject: Subject) -> dict[str, Any]:
@@ -246,6 +281,7 @@ PROBES: dict[str, Callable[[Subject], dict[str, Any]]] = {
     "selection": selected,
     "scalars": rescaled,
     "speculation": speculated,
+    "effect": effective,
     "pruning": pruned,
     "transfer": transferred,
     "timed speculation": timed_speculation,
