@@ -1,4 +1,4 @@
-"""Self-tests at load: parts that do not reproduce the model's states and logits are left out, or the model is refused."""
+"""Self-tests at load: parts that do not reproduce states and logits are left out, or the model is refused."""
 
 from __future__ import annotations
 
