@@ -1,5 +1,9 @@
 """Prompts with responses, and chats: as data sets for TRL's `SFTTrainer`, and as token ids, through the tokenizer's
 chat template or as plain text.
+
+`encode_pair` makes the ids of a prompt and of its response. `response_examples` makes an `Example` of each response,
+whose labels are the response's ids, or with `score=all` all ids but the first, and `IGNORE` elsewhere; training does
+the same for all responses of a chat in one sequence (`training.text.chat_examples`).
 """
 
 from __future__ import annotations

@@ -11,6 +11,11 @@ The gain of a block is its share of the quantity that the target counts, so that
 
 Times are measured with the blocks of one kind (the same part, parameters and window) removed in all layers, in rounds
 that alternate with the unmodified model; a block has an equal share of what its kind saves.
+
+In a search, `search_with` has `goal_of` compute gains and need (`time_shares` for a target in time), which refuses what
+is out of reach. `eliminate`, or `rank_blocks` for searches that rank once, removes blocks until `Goal.left` is 0 or no
+candidate is left. `exchange` then looks for a set with a lower loss that gives as much. The speed of an export is not
+measured here; `skip bench` does that.
 """
 
 from __future__ import annotations
