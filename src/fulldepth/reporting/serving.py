@@ -72,7 +72,13 @@ def load_figures(benchmarks: Sequence[tuple[str, pd.DataFrame]]) -> list[tuple[s
         ticks = sorted({clients for trace in traces for clients in trace.x})
         drawn = figure(
             traces,
-            xaxis=axis("Clients at once", type="log", tickvals=ticks, ticktext=[*map(str, ticks)]),
+            xaxis=axis(
+                "Clients at once",
+                type="log",
+                tickvals=ticks,
+                ticktext=[*map(str, ticks)],
+                unifiedhovertitle={"text": "%{x} client(s)"},
+            ),
             yaxis=axis("Tokens per second over the original’s", tickformat=".2f"),
             variant=f"Prompts of {context} tokens",
             height=400,
