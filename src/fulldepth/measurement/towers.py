@@ -43,7 +43,7 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
     Raises:
         FulldepthError: if an image has no text, or the projected features are not the model's own.
     """
-    source = usable_rows(source, **settings.model_dump(include={"seed", "skip_bad"}), most=settings.max_sequences)
+    source = usable_rows(source, seed=settings.seed, skip_bad=settings.skip_bad, most=settings.max_sequences)
     pictures = source.of(ImageRecord)
     bare = next((n for n, record in enumerate(pictures, start=1) if not (record.caption or "").strip()), None)
     if bare is not None:

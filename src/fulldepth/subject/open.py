@@ -51,8 +51,6 @@ PREDICTING = ("causal-lm", "masked-lm", "text-classification", "image-classifica
 """Tasks whose predictions are compared with one target each."""
 STARTS = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
 """Settings that name a decoder's first token, in order of preference."""
-SAMPLE = {"max_sequences", "skip_bad", "seed", "order", "bos", "one_per_row", "score"}
-"""Settings that state which sequences are prepared."""
 PROVEN_POSITIONS = 16
 """Tokens of each of two sequences that the proof runs on."""
 
@@ -408,7 +406,13 @@ def _sequences_for(
         start=next((token for name in STARTS if (token := getattr(config, name, None)) is not None), None),
         words=tuple(words),
         truncate=truncate,
-        **settings.model_dump(include=SAMPLE),
+        max_sequences=settings.max_sequences,
+        order=settings.order,
+        seed=settings.seed,
+        bos=settings.bos,
+        one_per_row=settings.one_per_row,
+        score=settings.score,
+        skip_bad=settings.skip_bad,
     )
 
 
