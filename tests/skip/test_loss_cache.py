@@ -182,6 +182,7 @@ def test_damaged_progress_is_refused_or_does_not_matter(model, examples, tmp_pat
         search(model, examples, watcher=stopping(8), **options)
     path, rng, messages = tmp_path / "out" / PROGRESS, random.Random(0), []
     document = read_json(path)
+    whole = timeless(search(model, examples, **UNFITTED, **({"losses": True} if name == "taylor" else {}), search=name))
     for _ in range(30):
         path.write_text(damaged_json(document, rng), encoding="utf-8", errors="replace")
         try:
@@ -189,7 +190,7 @@ def test_damaged_progress_is_refused_or_does_not_matter(model, examples, tmp_pat
         except FulldepthError as error:
             messages.append(str(error))
         else:
-            assert len(plan.blocks) == OPTIONS["blocks"]
+            assert timeless(plan) == whole
             for file in path.parent.iterdir():
                 file.unlink()
     assert len(messages) > 8

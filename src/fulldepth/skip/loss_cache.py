@@ -6,6 +6,7 @@ the result of every step that ran before.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -29,7 +30,7 @@ from fulldepth.skip.plan import Amount, Factors, differences
 
 PROGRESS = "progress.json"
 """File with the progress of a search."""
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MOST_BYTES = 1 << 30
 """Largest file. It holds a number for each sequence, variant and chunk."""
 SPENT = ("forwards", "flops", "seconds")
@@ -58,10 +59,12 @@ class StoredStep(Settings):
 class StoredProgress(Settings):
     """The entries of `progress.json`."""
 
-    schema_version: Literal[3]
+    schema_version: Literal[4]
     of: dict[str, JsonValue]
     """Model, data and settings that the progress belongs to."""
     steps: list[StoredStep]
+    sha256: str
+    """Of the steps, so that a changed number is found."""
 
 
 class LossCache:
@@ -234,10 +237,15 @@ class LossCache:
         spent = list(self.spent.values())
         for values, *cost in results:
             spent = [before + more for before, more in zip(spent, (*cost, seconds), strict=True)]
-            self._steps.append({"spent": spent, **values})
+            self._steps.append(StoredStep(spent=tuple(spent), **values).model_dump())
             seconds = 0.0
         if self.path is not None and self.process.is_main:
-            document = {"schema_version": SCHEMA_VERSION, "of": self.fingerprint, "steps": self._steps}
+            document = {
+                "schema_version": SCHEMA_VERSION,
+                "of": self.fingerprint,
+                "steps": self._steps,
+                "sha256": _digest(self._steps),
+            }
             write_text(self.path, json.dumps(document))
 
     def _next(self) -> dict[str, Any]:
@@ -305,7 +313,10 @@ class LossCache:
             raise self._damaged(str(error).removeprefix(f"Cannot read {self.path}: ")) from error
         if different := differences(stored.of, self.fingerprint):
             raise FulldepthError(f"{self.path} holds another search: {different}. Choose another output folder.")
-        return [step.model_dump() for step in stored.steps]
+        steps = [step.model_dump() for step in stored.steps]
+        if stored.sha256 != _digest(steps):
+            raise self._damaged("its steps are not those that were written")
+        return steps
 
     def _damaged(self, reason: str) -> FulldepthError:
         """The error for an unusable progress file."""
@@ -313,6 +324,11 @@ class LossCache:
             f"The progress in {self.path} is damaged: {one_line(reason).rstrip('.')}. Remove the file to start the "
             "search again."
         )
+
+
+def _digest(steps: Sequence[Mapping[str, Any]]) -> str:
+    """The SHA-256 of steps."""
+    return hashlib.sha256(json.dumps(steps).encode()).hexdigest()
 
 
 def _key(variant: Variant) -> str:
