@@ -218,21 +218,23 @@ def composition(pool: str, runs: Runs) -> list[str]:
     return [f"## What composes, pool {pool}", "", about, "", *table, "", *advice(pool, runs), ""]
 
 
-def composes(pool: str, runs: Runs) -> bool:
-    """Return True if every arm has the seeds of an indication, so that a table of differences is worth a look."""
-    arms = arms_of(pool) if pool == "real" else runs
-    return len(arms) > 1 and all(len(runs.get(arm, {})) >= INDICATION for arm in arms)
+def compared_arms(pool: str, runs: Runs) -> list[str]:
+    """The control, then the other arms that share with it the seeds of an indication; none if there are no others."""
+    control = POOLS[pool]["control"]
+    seeds = runs.get(control, {}).keys()
+    others = [arm for arm in arms_of(pool) if arm != control and len(seeds & runs.get(arm, {}).keys()) >= INDICATION]
+    return [control, *others] if others else []
 
 
 def differences_to_control(pool: str, runs: Runs, columns: Sequence[Column]) -> list[str]:
-    """A row for every arm with runs, the control first; a column for every number that the control has."""
+    """A row for every arm with enough runs, the control first; a column for every number that the control has."""
     control = POOLS[pool]["control"]
     columns = [column for column in columns if values_of(runs, control, column)]
     lines = [
         f"| trained with | seeds | {' | '.join(column.title for column in columns)} |",
         "|---" * (len(columns) + 2) + "|",
     ]
-    for arm in [control, *(arm for arm in arms_of(pool) if arm != control and arm in runs)]:
+    for arm in compared_arms(pool, runs):
         cells = [cell(runs, control, arm, column) for column in columns]
         lines.append(f"| {arm} | {len(runs.get(arm, {}))} | {' | '.join(cells)} |")
     return lines
@@ -268,6 +270,8 @@ def cell(runs: Runs, control: str, arm: str, column: Column) -> str:
     if 0 < test.error < 0.5 * 10.0**-digits:  # as many as show the error
         digits = -math.floor(math.log10(test.error))
     text = f"{test.mean:+.{digits}f} ± {test.error:.{digits}f}"
+    if not test.error:  # the same for every seed says nothing of other seeds
+        return f"{test.mean:+.{digits}f}"
     measurable = test.end(LEVEL / 2) > 0 or test.end(1 - LEVEL / 2) < 0
     return f"**{text}**" if measurable else text
 
@@ -300,7 +304,7 @@ def page_of(files: list[Path]) -> str:
     page = ["# Claims", "", __doc__.strip().splitlines()[-1], POWER, ""]
     pools = {path.stem: load(path) for path in files if not path.stem.endswith(".timed")}
     for pool in COMPOSED:
-        if pool in pools and composes(pool, pools[pool]):
+        if pool in pools and compared_arms(pool, pools[pool]):
             page += composition(pool, pools[pool])
     for pool, runs in pools.items():
         page += table_of(pool, runs)
@@ -320,7 +324,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.with_suffix(".md").write_text(page, encoding="utf-8")
     real = load(folder / "real.jsonl")
-    if composes("real", real):
+    if compared_arms("real", real):
         readme = folder.parents[1] / "README.md"
         readme.write_text(readme_with(readme.read_text("utf-8"), real), encoding="utf-8")
     print(page)

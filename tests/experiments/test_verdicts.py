@@ -20,7 +20,7 @@ from verdicts import (
     README_END,
     README_START,
     advice,
-    composes,
+    compared_arms,
     composition,
     judge,
     load,
@@ -58,7 +58,7 @@ def test_the_page_on_claims_is_made_of_the_stored_runs():
 def test_the_readmes_table_is_made_of_the_stored_runs():
     readme = (ROOT / "README.md").read_text()
     runs = load(ROOT / "docs" / "claims" / "real.jsonl")
-    assert composes("real", runs) == (README_START in readme)
+    assert bool(compared_arms("real", runs)) == (README_START in readme)
     assert readme == readme_with(readme, runs), "run python experiments/verdicts.py docs/claims/"
 
 

@@ -210,6 +210,28 @@ def test_the_aligned_loss_is_the_papers(name, schedule, tmp_path):
     assert terms == {"aligned": {"weight": 1.0, "weights": "linear", "schedule": schedule}}
 
 
+@pytest.mark.parametrize("start", [None, "checkpoint"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"positions": 0.5}, {"positions": 0.5}),
+        (2.0, {"weight": 2.0}),
+        ({"schedule": "alternate"}, {"schedule": "alternate"}),
+    ],
+)
+def test_an_option_keeps_the_methods_other_options(given, expected, start, tmp_path):
+    """Fine-tuning uses the losses of all layers at every step, whatever else is set."""
+    model = {"checkpoint": str(tmp_path)} if start else {"type": "llama"}
+    asked = recipes.layer(TrainSettings, {"method": "aligned", "model": model, "objective": {"aligned": given}})
+    preset = {"weight": 1.0, "weights": "linear", "schedule": "always" if start else "alternate"}
+    assert resolved(asked).objective.terms == {"aligned": preset | expected}
+
+
+def test_options_of_a_later_source_keep_the_weight_of_an_earlier_one():
+    asked = recipes.layer(TrainSettings, {"objective": {"jump": 0.5}}, {"objective": {"jump": {"alpha": 0.3}}})
+    assert resolved(asked).objective.terms == {"jump": {"weight": 0.5, "alpha": 0.3}}
+
+
 @pytest.mark.parametrize(("name", "term"), [("jreg-170m", "jump"), ("cr-12l", "coherence")])
 def test_the_penalties_are_the_papers(name, term):
     expected = {

@@ -148,6 +148,15 @@ class ObjectiveSettings(Settings):
     energy_warmup: NonNegativeSteps = 800
     """Optimiser steps with CR's energy penalty."""
 
+    @classmethod
+    def without_outdated(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Earlier values; a weight that stands alone becomes an option where a later source adds others."""
+        values = dict(super().without_outdated(below, above))
+        for name, value in values.items():
+            if isinstance(above.get(name), Mapping) and isinstance(value, int | float):
+                values[name] = {"weight": value}
+        return values
+
     @property
     def terms(self) -> dict[str, float | dict[str, Any]]:
         """Enabled terms by name."""

@@ -237,7 +237,7 @@ class LossCache:
         spent = list(self.spent.values())
         for values, *cost in results:
             spent = [before + more for before, more in zip(spent, (*cost, seconds), strict=True)]
-            self._steps.append(StoredStep(spent=tuple(spent), **values).model_dump())
+            self._steps.append(StoredStep.model_validate({"spent": tuple(spent), **values}).model_dump())
             seconds = 0.0
         if self.path is not None and self.process.is_main:
             document = {

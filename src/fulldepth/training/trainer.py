@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -45,8 +45,9 @@ SMALL_RUN = 1 << 24
 def resolved(settings: TrainSettings) -> TrainSettings:
     """Return the settings with values filled in that depend on others.
 
-    These are the method's terms (terms under `objective` take precedence), the last checkpoint of a run folder in
-    `model.checkpoint`, and the task's `data.validation_sequences`. The losses of all layers alternate with the last
+    These are the method's terms (options under `objective` take precedence, those that are not given there keep the
+    method's values), the last checkpoint of a run folder in `model.checkpoint`, and the task's
+    `data.validation_sequences`. The losses of all layers alternate with the last
     layer's in training from scratch, and are used at every step in fine-tuning and in detection (aligned training,
     App. B.3, B.5 and C.2).
 
@@ -68,7 +69,7 @@ def resolved(settings: TrainSettings) -> TrainSettings:
             name: {**options, "schedule": "always"} if "schedule" in options else options
             for name, options in preset.items()
         }
-    on = {name: options for name, options in {**preset, **given}.items() if options is not None}
+    on = with_options(preset, given)
     data = settings.data.model_copy(update={"validation_sequences": settings.most_validation})
     model = settings.model.model_copy(update={"checkpoint": None if start is None else checkpoint_of(start)})
     changes: dict[str, Any] = {"objective": ObjectiveSettings(**on), "data": data, "model": model}
@@ -82,6 +83,24 @@ def resolved(settings: TrainSettings) -> TrainSettings:
     complete = settings.model_copy(update=changes)
     make_objective(complete)
     return complete
+
+
+def with_options(terms: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the terms of a method with options that were given for them.
+
+    Args:
+        terms: term -> its options.
+        given: term -> options that override those of the same term or add one; a number is its `weight`, None
+            switches it off.
+    """
+    combined: dict[str, Any] = dict(terms)
+    for name, value in given.items():
+        if name in terms and value is not None:
+            options = value if isinstance(value, Mapping) else {"weight": value}
+            combined[name] = {**terms[name], **options}
+        else:
+            combined[name] = value
+    return {name: options for name, options in combined.items() if options is not None}
 
 
 def make_objective(settings: TrainSettings) -> Objective:
