@@ -326,8 +326,8 @@ def run_all(
                 running[order.job] = order
                 orders.put(order)
                 continue
-            if remaining <= 0 or not running or not any(worker.is_alive() for worker in workers):
-                break
+            if remaining <= 0 or not running or not all(worker.is_alive() for worker in workers):
+                break  # of a process that was killed, the next call resumes the run
             try:
                 job, line = answers.get(timeout=1)
             except Empty:

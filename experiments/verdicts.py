@@ -85,15 +85,18 @@ class Judged(NamedTuple):
 
 
 def load(path: Path) -> Runs:
-    """The runs of a pool, all of one version and one data set, with the speeds in the file beside it, if there is one.
+    """The runs of a pool, with the speeds in the file beside it, if there is one.
 
     Raises:
-        SystemExit: for a damaged line, a run twice, or runs of several versions or data.
+        SystemExit: for a damaged line, a run twice, runs of several versions or devices, or runs of one seed on
+            several data.
     """
     lines, runs = read_lines(path), Runs()
     for name in ("versions", "device"):
         if len({str(line[name]) for line in lines}) > 1:
             raise SystemExit(f"{path}: the runs differ in {name}; a verdict needs runs of one. Remove those of others.")
+    if len({(line["seed"], line.get("data")) for line in lines}) > len({line["seed"] for line in lines}):
+        raise SystemExit(f"{path}: runs of one seed differ in their data. Remove those of others.")
     for line in lines:
         if line["seed"] in runs.setdefault(line["arm"], {}):
             raise SystemExit(f"{path}: {line['arm']}, seed {line['seed']} stands there twice. Remove one of the lines.")

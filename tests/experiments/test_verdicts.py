@@ -157,6 +157,9 @@ def test_damaged_repeated_and_mixed_lines_are_one_message_each(tmp_path):
     with pytest.raises(SystemExit, match="llama, seed 0 stands there twice"):
         load(path)
     other = line("lime", 0) | {"versions": {"torch": "3"}}
+    elsewhere = line("lime", 0) | {"data": "sha256:0"}
+    with pytest.raises(SystemExit, match="runs of one seed differ in their data"):
+        load(stored(tmp_path / "data.jsonl", [line("llama", 0), elsewhere]))
     with pytest.raises(SystemExit, match="differ in versions"):
         load(stored(path, [*lines(), other]))
 
