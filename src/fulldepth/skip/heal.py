@@ -39,6 +39,8 @@ from fulldepth.skip.tasks import TaskComparison, check_tasks
 from fulldepth.subject import chosen_tokenizer
 from fulldepth.training import train
 
+SLOW = ("*/checkpoint-*", "tasks-*/*", OWN_TEXT)
+"""What takes long to make: a folder that holds any of these is kept for the next call."""
 KEPT_SHARE = 0.5
 """Least share of a model's weights that a plan is taken to keep."""
 MANY = 4
@@ -126,7 +128,7 @@ def heal(
         except StoppedError:
             raise
         except FulldepthError:
-            if not (any(work.glob("*/checkpoint-*")) or (work / OWN_TEXT).exists()):  # nothing that took long is lost
+            if not any(found for pattern in SLOW for found in work.glob(pattern)):
                 shutil.rmtree(work, ignore_errors=True)
             raise
     shutil.rmtree(work, ignore_errors=True)
