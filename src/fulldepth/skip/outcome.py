@@ -18,7 +18,7 @@ from fulldepth.core.thresholds import BUSY
 from fulldepth.core.uncertainty import FEWEST_DOCUMENTS, SIGNIFICANT
 from fulldepth.data.examples import units
 from fulldepth.results import Finding, Results, finite, provenance, stacked, tabulate
-from fulldepth.skip.goal import REACHED
+from fulldepth.skip.goal import REACHED, fastest
 from fulldepth.skip.plan import Plan, in_sample
 from fulldepth.skip.problem import SearchProblem
 
@@ -141,7 +141,7 @@ def target(plan: Plan) -> dict[str, Finding]:
         what = "weights" if name == "target_bytes" else "cache"
         sentence = f"{verdict}{1 - reached:.1%} of the {what}' bytes are left; asked were {1 - needed:.1%}."
         return {name: Finding(100 * (1 - reached), "%", sentence)}
-    speedup = 1 / (1 - reached)
+    speedup = fastest(reached)
     gone = f"the removed parts took {reached:.1%} of the time"
     if needed is None:
         sentence = f"By the times of its parts the model is {speedup:.3f} times as fast: {gone}."
