@@ -240,6 +240,7 @@ def test_a_layer_counts_as_its_attention_and_its_mlp():
     [
         ("llama", {"blocks": 0}, "blocks"),
         ("llama", {"serch": "last"}, "serch"),
+        ("llama", {"target_speedup": 1.2}, r"\(--blocks\) and has no target; leave --set target_speedup out"),
         ("bert", {}, "causal language model"),
     ],
 )

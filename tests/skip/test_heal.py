@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_models
 from data.conftest import jsonl
@@ -445,11 +445,17 @@ def test_held_out_rows_that_chose_the_blocks_are_refused_before_the_model_writes
 
 
 def test_healing_on_one_kind_of_text_says_what_is_unknown(tmp_path, unproven):
-    model = tiny_models.build("llama")
+    """Without a tokenizer of its own, the healed model is read and written with the search's."""
+    model = small_world.model()
+    small_world.tokenizer().save_pretrained(tmp_path / "tokenizer")
     lines = []
     plan = planned.plan(model, [2], "layer", None)
-    heal_into(plan, model, data(), tmp_path / "healed", steps=0, watcher=Watcher(say=lines.append))
+    plan = plan.changed(data={**plan.data, "tokenizer": str(tmp_path / "tokenizer")})
+    rows = [f"the {noun} is {n}." * 4 for n, noun in enumerate("abcdef" * 5)]
+    heal_into(plan, model, rows, tmp_path / "healed", steps=0, watcher=Watcher(say=lines.append))
     assert any("losses on other text are unknown" in line for line in lines)
+    saved = AutoTokenizer.from_pretrained(tmp_path / "healed")
+    assert saved(rows[0]).input_ids == small_world.tokenizer()(rows[0]).input_ids
 
 
 def test_training_sees_the_rows_that_were_fitted_on_and_no_end_of_text(tmp_path, monkeypatch):
