@@ -62,6 +62,8 @@ def test_python_continues_texts_too(checkpoint):
     assert repr(made).startswith("Generation(2 sequences; new tokens: 9, 9; ")
     with refused("tokenizer"):
         exit.generate(model, PROMPT, max_new_tokens=9)
+    with refused("no prompt"):
+        exit.generate(model, [], tokenizer=tokenizer, max_new_tokens=9)
 
 
 def test_results_hold_text_and_statistics(run, checkpoint, tmp_path):

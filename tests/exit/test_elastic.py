@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import transformers as tf
@@ -11,15 +13,24 @@ import tiny_models
 from exit.conftest import sharpened, taught
 from families import zoo
 from fulldepth import exit
+from fulldepth.hf import anatomy_candidates, truncated
 from refusals import refused
 from skip.word_tokenizer import checkpoint, tokenizer
+
+
+def loaded_as_its_card_says(folder):
+    """The model that the code of a checkpoint's card loads."""
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    names = {}
+    exec(code.replace("PATH", str(folder)), names)
+    return names["model"]
 
 
 @torch.no_grad()
 def test_a_decoder_is_written_with_its_tokenizer_and_card(tmp_path):
     model = tiny_models.build("gemma3")
     made = exit.export_layers(model, tmp_path / "two", layers=2, tokenizer=tokenizer())
-    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    again = loaded_as_its_card_says(tmp_path / "two")
     assert type(again) is type(model)
     assert again.config.layer_types == model.config.layer_types[:2]
     ids = torch.arange(3, 15).view(1, 12)
@@ -34,11 +45,15 @@ def test_a_decoder_is_written_with_its_tokenizer_and_card(tmp_path):
     assert "pipeline_tag: text-generation" in card
 
 
+@torch.no_grad()
 def test_a_model_of_this_package_carries_its_code(tmp_path):
     model = tiny_models.build("depth_llama-tree")
     made = exit.export_layers(model, tmp_path / "two", layers=2, tokenizer=tokenizer())
     assert made.logit_error < 1e-5
     assert (tmp_path / "two" / "modeling_depth_llama.py").is_file()
+    again = loaded_as_its_card_says(tmp_path / "two")
+    ids = torch.arange(3, 15).view(1, 12)
+    assert_close(again(ids).logits, truncated(anatomy_candidates(model)[0], 2)(ids).logits)
 
 
 def test_the_accuracy_chooses_the_layers(labelled, tmp_path, without_fresh_process):

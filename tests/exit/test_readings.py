@@ -129,6 +129,8 @@ def test_nothing_is_advised_at_chance():
         assert f"({constant.mean():.1%})" in said
     assert no_advice(CLASSIFIER, guesses(np.random.default_rng(1), 400, 0.9)) is None
     assert no_advice(CLASSIFIER, made(torch.ones(2, 2, dtype=torch.bool), torch.tensor([0, 1])))  # no error
+    every = made(torch.ones(2, 9, dtype=torch.bool), torch.zeros(9, dtype=torch.int64))
+    assert no_advice(CLASSIFIER, every).startswith("The full model is right on 100.0 %, not measurably more than")
 
 
 def test_the_error_of_the_lead_is_paired_over_clusters():

@@ -156,6 +156,15 @@ def test_nothing_is_advised_of_a_model_at_chance(labelled, texts):
     options = {"sequence_length": 8, "tokenizer": tokenizer(), "threshold": [0.5], "prompts": 0}
     language = exit.sweep(tiny_models.build("llama"), texts, **options)
     assert language.headline.keys() == {"accuracy"}
+    half = tiny_models.build("llama", dtype=torch.float16)
+    half.model.embed_tokens.weight.data.add_(100)  # finite states, whose sum is beyond float16
+    assert exit.sweep(half, texts, **options).headline.keys() == {"accuracy"}
+    alike = [{**row, "label": LABELS[0]} for row in labelled]
+    model.classifier.weight.data.zero_()
+    model.classifier.bias.data.copy_(torch.tensor([9.0] + [0.0] * (len(LABELS) - 1)))
+    [finding] = exit.sweep(model, alike, tokenizer=tokenizer(), repeats=0).headline.values()
+    assert (finding["value"], finding["standard_error"]) == (1.0, None)
+    assert "not all answered alike" in finding["no_standard_error"]
 
 
 @pytest.mark.parametrize(

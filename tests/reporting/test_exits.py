@@ -38,11 +38,14 @@ def story(results):
 
 def test_quality_against_speed_up_is_the_document():
     """Timed: `plotted.json.gz`."""
-    results = folders.classifier_exit()
-    for entry in results.meta["exits"]:
-        entry["measured_speedup"] = None
-    untimed = trace(results.figures()["exit_tradeoff"], "confidence")
-    assert list(untimed.x) == [entry["theoretical_speedup"] for entry in reported(results, "confidence")]
+    for change in ({"measured_speedup": None}, {"timing": "busy"}, {"timing": "few-rounds"}):
+        results = folders.classifier_exit()
+        for entry in results.meta["exits"]:
+            entry |= change
+        untimed = trace(drawn := results.figures()["exit_tradeoff"], "confidence")
+        assert list(untimed.x) == [entry["theoretical_speedup"] for entry in reported(results, "confidence")]
+        assert {how for _, how, _ in untimed.customdata} == {"in theory"}
+        assert "nothing was timed" in drawn.layout.title.subtitle.text
 
 
 def test_the_histogram_is_the_counts():

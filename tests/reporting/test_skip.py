@@ -297,6 +297,9 @@ def test_a_layer_that_lost_two_blocks_shows_both_losses_and_intros_are_html():
         ("3", ["+0.200"]),
         ("7", ["+0.100", "+0.400"]),
     ]
+    assert "4 blocks removed" in page
+    (loss,) = (figure for name, figure in results.figures().items() if name.startswith("removal_loss"))
+    assert list(loss.data[0].x) == [0, 1, 3, 4]
     healed = Results.load(Path(__file__).parents[2] / "docs" / "gallery" / "smaller-healed")
     page = render(healed.table, healed.meta)
     assert "<code>fulldepth evaluate</code>" in page

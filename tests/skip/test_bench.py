@@ -17,7 +17,7 @@ from families import zoo
 from fulldepth.core.uncertainty import mean_difference
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import read_examples
-from fulldepth.execution.latency import Runner
+from fulldepth.execution.latency import OtherLoad, Runner
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
 from fulldepth.settings.bench import BenchSettings
@@ -106,13 +106,17 @@ def test_decoding_stands_at_the_right_positions(family, skipped_blocks):
     assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_loaded_models_say_what_makes_a_comparison_unfair(folders):
+def test_loaded_models_say_what_makes_a_comparison_unfair(folders, tmp_path, monkeypatch):
     other, fast = build("llama", seed=5).train(), AutoModelForCausalLM.from_pretrained(folders / "fast")
     results = bench(other, [fast.eval(), folders / "fast", build("llama", dtype=torch.bfloat16)], **SMALL)
     assert other.training
     remarks = ("was made from other weights", "computes in torch.bfloat16")
     assert len(results.meta["warnings"]) == 2
     assert all(remark in line for remark, line in zip(remarks, results.meta["warnings"], strict=True))
+    monkeypatch.setattr(OtherLoad, "share", lambda _: 0.7)
+    busy = bench(other, [folders / "fast"], tmp_path / "busy", **SMALL)
+    assert "times" in busy.headline
+    assert "next" not in busy.meta  # no command names a loaded model
 
 
 def bigger():

@@ -51,6 +51,12 @@ def test_a_closed_form_without_noise_is_found_exactly(kink):
     assert (found.blocks, found.low, found.high, found.straight_until) == (kink, kink, kink, kink)
     assert found.confidence == 1
     assert found.excess == pytest.approx(0.28)
+    uneven = np.delete(np.arange(13), [5, 9])  # some steps remove two blocks
+    found = find_breakpoint(losses[:, uneven], np.ones(6), removed=uneven)
+    assert (found.blocks, found.low, found.high, found.straight_until) == (kink, kink, kink, kink)
+    assert found.excess == pytest.approx(0.56 if kink == 4 else 0.28)
+    line = find_breakpoint(np.tile(0.3 * uneven, (6, 1)), np.ones(6), removed=uneven)
+    assert (line.blocks, line.straight_until) == (None, 12)
 
 
 @pytest.mark.parametrize("kink", [3, thorough(7)])
@@ -217,11 +223,24 @@ def test_all_blocks_in_another_order():
     assert set(found.results.table.statistic) == {"mean"}
 
 
+def test_a_layer_counts_as_its_attention_and_its_mlp():
+    names = ["mlp 1", "layer 2", "attention 3"]
+    found = curve(build("llama"), pairs(), tokenizer=tokenizer(), granularity="any", given=names)
+    means = found.results.table.query("measure == 'loss' and statistic == 'mean'")
+    assert dict(zip(means["removed"], means["value"], strict=True)) == pytest.approx(
+        dict(zip([0, 1, 3, 4], found.plan.losses, strict=True)), abs=1e-6
+    )
+    sentences = " ".join(finding["sentence"] for finding in found.results.headline.values())
+    assert "4 removed blocks add" in sentences
+    assert "up to 4 removed" in sentences or "after 3 removed" in sentences
+
+
 @pytest.mark.parametrize(
     ("family", "options", "named"),
     [
         ("llama", {"blocks": 0}, "blocks"),
         ("llama", {"serch": "last"}, "serch"),
+        ("llama", {"target_speedup": 1.2}, r"\(--blocks\) and has no target; leave --set target_speedup out"),
         ("bert", {}, "causal language model"),
     ],
 )

@@ -75,8 +75,10 @@ def test_a_target_of_bytes_takes_the_lowest_loss_per_byte(model, examples):
 
 def test_a_target_of_time_counts_what_each_kind_of_part_takes(model, examples, monkeypatch):
     seconds = {"attention": 0.03, "mlp": 0.01}
+    contexts = []
 
     def run(self, ids, context):
+        contexts.append(context)
         gone = self.scorer.switches.skipped
         decode = 0.3 - sum(seconds[part] for _, part in gone)
         return Trial(1.0 - 10 * sum(seconds[part] for _, part in gone if part == "mlp"), decode, None, None)
@@ -88,6 +90,7 @@ def test_a_target_of_time_counts_what_each_kind_of_part_takes(model, examples, m
         reached = [gains[part] for _, part in (b for pick in plan.picks for b in pick)]
         assert plan.cost["target"]["gains"] == pytest.approx(reached)
         assert sum(reached) >= 0.2 > sum(reached[:-1])
+        assert {*contexts} == {plan.cost["target"]["context"]} == {model.config.max_position_embeddings - 16}
 
 
 def test_kept_layers_stay_and_the_last_global_attention_too(examples, model):

@@ -12,12 +12,13 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_models
 from data.conftest import jsonl
 from evaluation import small_world
 from fulldepth.architectures import SKIPPED
+from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples, read_examples
@@ -376,7 +377,11 @@ def test_tasks_are_read_beside_the_original_after_healing_on_own_and_other_text(
         heal_into(plan, model, data(), tmp_path / "other", steps=0, **tasks)
 
 
-def test_tasks_that_cannot_run_are_refused_before_the_refit_and_warnings_are_kept(tmp_path, monkeypatch):
+def full_disk(*_):
+    raise FulldepthError("The disk is full.")
+
+
+def test_tasks_that_cannot_run_are_refused_before_the_refit_and_readings_and_warnings_are_kept(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     model = small_world.model()
     plan = planned.plan(model, [2], "attention", None)
@@ -392,7 +397,12 @@ def test_tasks_that_cannot_run_are_refused_before_the_refit_and_warnings_are_kep
     with monkeypatch.context() as patched, refused("longer than the model's 2,048 positions"):
         patched.setattr(module, "_heal", lambda *_: pytest.fail("refitted"))
         heal_into(plan, model, data(), tmp_path / "healed", task_data=[str(folders[0])], **options)
+    with monkeypatch.context() as patched, refused("The disk is full"):
+        patched.setattr(module, "_heal", full_disk)
+        heal_into(plan, model, data(), tmp_path / "healed", task_data=[str(folders[1])], **options)
+    assert (tmp_path / "healed-work" / "tasks-original" / "results.json").is_file()
     results = heal_into(plan, model, data(), tmp_path / "healed", task_data=[str(folders[1])], **options)
+    assert not (tmp_path / "healed-work").exists()
     assert [text for text in results.meta["warnings"] if "did not fit in the model's positions" in text] == [
         "Tasks: 1 request of lambada_local did not fit in the model's positions; beginnings were cut, as lm-eval does."
     ]
@@ -435,11 +445,17 @@ def test_held_out_rows_that_chose_the_blocks_are_refused_before_the_model_writes
 
 
 def test_healing_on_one_kind_of_text_says_what_is_unknown(tmp_path, unproven):
-    model = tiny_models.build("llama")
+    """Without a tokenizer of its own, the healed model is read and written with the search's."""
+    model = small_world.model()
+    small_world.tokenizer().save_pretrained(tmp_path / "tokenizer")
     lines = []
     plan = planned.plan(model, [2], "layer", None)
-    heal_into(plan, model, data(), tmp_path / "healed", steps=0, watcher=Watcher(say=lines.append))
+    plan = plan.changed(data={**plan.data, "tokenizer": str(tmp_path / "tokenizer")})
+    rows = [f"the {noun} is {n}." * 4 for n, noun in enumerate("abcdef" * 5)]
+    heal_into(plan, model, rows, tmp_path / "healed", steps=0, watcher=Watcher(say=lines.append))
     assert any("losses on other text are unknown" in line for line in lines)
+    saved = AutoTokenizer.from_pretrained(tmp_path / "healed")
+    assert saved(rows[0]).input_ids == small_world.tokenizer()(rows[0]).input_ids
 
 
 def test_training_sees_the_rows_that_were_fitted_on_and_no_end_of_text(tmp_path, monkeypatch):

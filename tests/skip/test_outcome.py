@@ -65,6 +65,8 @@ def searched(target, **cost):
         # 1 / (1 - 0.1376) = 1.15955, and 1 / (1 - 0.2) = 1.25
         ({"of": "target_speedup", "needed": 0.2, "reached": 0.1376}, 1.15955, ["Target missed", "1.160", "1.250"]),
         ({"of": "target_speedup", "needed": 0.1304, "reached": 0.1376}, 1.15955, ["Target reached", "13.8%", "13.0%"]),
+        ({"of": "target_speedup", "needed": 0.2, "reached": 1.02}, 1000.0, ["Target reached", "1000.000", "102.0%"]),
+        ({"of": "max_loss", "needed": None, "reached": 1.0}, 1000.0, ["1000.000 times as fast"]),
         ({"of": "target_bytes", "needed": 0.2, "reached": 0.25}, 75.0, ["Target reached", "75.0%", "80.0%"]),
         ({"of": "target_cache", "needed": 0.2, "reached": 0.1}, 90.0, ["Target missed", "90.0%", "cache"]),
         ({"of": "max_loss", "needed": None, "reached": 0.2}, 1.25, ["1.250 times as fast", "20.0% of the time"]),

@@ -14,6 +14,8 @@ import transformers as tf
 
 import gguf_files
 import tiny_models
+from fulldepth.data.batches import Example
+from fulldepth.data.examples import Examples
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.llama_cpp import LlamaCpp
 from fulldepth.execution.serving import LlamaServer, Load, VllmServer, in_llama_cpp
@@ -142,8 +144,11 @@ def test_a_difference_within_its_interval_is_no_advice_and_a_busy_machine_no_com
     )
     arguments = (files / NAMES[0], [files / name for name in NAMES[1:]])
     again = bench(*arguments, concurrency=[2], **SMALL | {"repeats": 5})
-    assert "no measurable difference between" in again.headline["most_tokens llama.cpp"]["sentence"]
+    few = "Not told: 5 rounds are too few to compare exports in llama.cpp (9 are needed)."
+    assert again.headline["most_tokens llama.cpp"]["sentence"] == few
     assert "no interval: fewer than 9 rounds" in again.headline["rate_ratio thin.gguf"]["sentence"]
+    again = bench(*arguments, concurrency=[2], **SMALL)
+    assert "no measurable difference between" in again.headline["most_tokens llama.cpp"]["sentence"]
     monkeypatch.setattr(OtherLoad, "share", lambda self: 0.4)
     busy = bench(*arguments, tmp_path / "busy", concurrency=[2], **SMALL)
     assert set(busy.headline) == {"times"}
@@ -237,6 +242,10 @@ def test_prompts_are_the_beginnings_of_held_out_rows(files, asked):
     assert [len(prompt) for prompt in prompts] == [8] * 4
     spelled = ["".join(tokens[number] for number in prompt).replace("Ġ", " ") for prompt in prompts]
     assert all(any(text in row for row in rows) for text in spelled), spelled
+    examples = Examples([], [Example.of([*range(n, n + 12)], 1, 12) for n in (3, 30)], {"name": "rows"})
+    results = bench(files / NAMES[0], [files / NAMES[1]], concurrency=[2], data=examples, **SMALL)
+    assert results.meta["data"] == examples.meta
+    assert asked[-1][3] == [[*range(n, n + 8)] for n in (3, 30, 3, 30)]
     with refused("longest held-out row has .* prompts need 40. Set --contexts"):
         bench(
             files / NAMES[0], [files / NAMES[1]], concurrency=[2], heldout=["the 123"] * 9, **SMALL | {"contexts": [40]}

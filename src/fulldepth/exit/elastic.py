@@ -47,18 +47,12 @@ from fulldepth.hf.checkpoint_folder import (
 )
 from fulldepth.hf.file_checks import PROCESSOR_FILES
 from fulldepth.hf.promises import withdraw_promises
+from fulldepth.hf.publishing import PIPELINES, loading_code
 from fulldepth.settings.exit import LayersSettings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.subject import Subject, chosen_tokenizer
 
 LOGGER = logging.getLogger(__name__)
-PIPELINES = {
-    "causal-lm": "text-generation",
-    "masked-lm": "fill-mask",
-    "text-classification": "text-classification",
-    "image-classification": "image-classification",
-}
-"""Task -> the Hub's name for it; others are `feature-extraction`."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +246,8 @@ def _prove(folder: Path, anatomy: Anatomy, cut: PreTrainedModel, reader: str) ->
 def _card(subject: Subject, report: LayersExport) -> ModelCard:
     """The model card."""
     name = one_line(subject.checkpoint.name, 200)
-    kind = type(subject.model).__name__
+    kind: Any = type(subject.model)
+    stock = kind.__module__.startswith("transformers.")
     exit_head = exit_heads_of(subject.model).get(report.layers)
     head = "its head" if exit_head is None else f"layer {report.layers}'s own head"
     layers = f"first {report.layers} of {report.num_layers} layers"
@@ -267,7 +262,7 @@ def _card(subject: Subject, report: LayersExport) -> ModelCard:
             "Parameters": f"{report.parameters:,}",
             "Largest difference of a logit after loading": f"{report.logit_error:.1e} of the largest logit",
         },
-        loading=f'from transformers import {kind}\n\nmodel = {kind}.from_pretrained("PATH")',
+        loading=loading_code(kind.__name__ if stock else kind._auto_class or "AutoModel", carried=not stock),
         source=subject.checkpoint.name,
         tags=["early-exit", "pruning"],
         notes=["\n".join(f"- {note}" for note in report.notes)],

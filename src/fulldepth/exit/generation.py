@@ -148,6 +148,8 @@ def generate(
     """
     options |= {"threshold": threshold, "speculate_from": speculate_from, "draft_length": draft_length}
     given: Any = [input_ids] if isinstance(input_ids, str) else input_ids
+    if isinstance(given, Sequence) and not given:
+        raise FulldepthError("There is no prompt; give some text to continue.")
     texts = isinstance(given, Sequence) and all(isinstance(prompt, str) for prompt in given)
     if texts and tokenizer is None:
         raise FulldepthError("Texts need a tokenizer: generate(model, text, tokenizer=...).")

@@ -37,6 +37,7 @@ from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.decoding import ExitRule, certainty
 from fulldepth.execution.lens import PositionSample
 from fulldepth.execution.predictions import losses, read_predictions
+from fulldepth.hf import all_finite
 from fulldepth.metrics.standard_errors import Mean
 from fulldepth.settings.exit import Rule
 from fulldepth.settings.loading import LayerReadingSettings
@@ -179,7 +180,7 @@ def no_advice(subject: Subject, readings: Readings) -> str | None:
     full = readings.full
     if advisable(lead.value, lead.error):
         return None
-    right = f"{100 * full.value:.1f} {plus_minus(full.error and 100 * full.error, 1)}".rstrip()
+    right = f"{100 * full.value:.1f} {plus_minus(100 * full.error, 1) if full.error else ''}".rstrip()
     what = ("answering", "class") if subject.anatomy.classifies else ("predicting", "token")
     chance = float(readings.frequent.mean())
     constant = f"not measurably more than always {what[0]} the most frequent {what[1]} ({chance:.1%})"
@@ -210,7 +211,7 @@ def read_exits(subject: Subject, rules: Sequence[Rule], settings: LayerReadingSe
             inputs = subject.inputs(batch.inputs if batch.masked_inputs is None else batch.masked_inputs)
             subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
             states = activations["residual"]
-            if not all(bool(torch.isfinite(state.sum())) for state in states):
+            if not all(map(all_finite, states)):
                 raise FulldepthError(
                     "Activations are NaN or infinite; the weights are broken or the precision is too low (try --dtype "
                     "float32)."

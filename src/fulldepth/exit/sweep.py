@@ -31,6 +31,8 @@ RELATIVE = 0.05
 """Tolerance of the headline's effective depth, relative to the last layer's accuracy."""
 CHEAP = 0.01
 """Loss of accuracy up to which a given threshold is advised."""
+NO_ERROR = "it takes three sequences, which are not all answered alike"
+"""Why an accuracy has no standard error: one of 0 says nothing of other data."""
 UNTIMED = {"measured_speedup": None, "measured_speedup_interval": None, "timing": None, "seconds": None}
 
 
@@ -285,7 +287,8 @@ def _headline(subject: Subject, readings: Readings, rows: Sequence[ExitRow], set
     full = readings.full
     findings = {}
     if reason := no_advice(subject, readings):
-        return {"accuracy": Finding(full.value, "1", reason, standard_error=full.error).document()}
+        error: dict[str, Any] = {"standard_error": full.error} if full.error else {"no_standard_error": NO_ERROR}
+        return {"accuracy": Finding(full.value, "1", reason, **error).document()}
     plain, low, depth = readings.depth(1 - RELATIVE)
     share = f"{1 - RELATIVE:.0%} of the full model's {full.value:.1%} accuracy"
     sentence = (

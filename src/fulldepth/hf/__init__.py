@@ -2,6 +2,7 @@
 
 from fulldepth.hf.anatomy import (
     Anatomy,
+    all_finite,
     anatomy_candidates,
     body_inputs,
     first_broken_weight,
@@ -88,6 +89,7 @@ __all__ = [
     "Scalars",
     "Switches",
     "add_exit_heads",
+    "all_finite",
     "anatomy_candidates",
     "available_memory",
     "begin_checkpoint",

@@ -425,9 +425,14 @@ def first_broken_weight(model: nn.Module) -> str | None:
                 values = values.dequantize()
             if name in prunable:
                 values = values.masked_fill((values == -torch.inf) & (values > -torch.inf).any(-1, keepdim=True), 0.0)
-            if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+            if not all_finite(values):
                 return f"{path}.{name}" if path else name
     return None
+
+
+def all_finite(values: Tensor) -> bool:
+    """Return True if no value is NaN or infinite. The sum, which is fast, decides unless it overflows."""
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def text_config(config: Any, decoder: bool = False) -> Any:

@@ -16,6 +16,14 @@ from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.hf.gguf import find_gguf, read_header
 
 CARD = "README.md"
+PIPELINES = {
+    "causal-lm": "text-generation",
+    "masked-lm": "fill-mask",
+    "text-classification": "text-classification",
+    "image-classification": "image-classification",
+    "detection": "object-detection",
+}
+"""Task -> the Hub's name for it; others are `feature-extraction`."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,23 @@ class ModelCard:
             parts.append("\n".join(["| | |", "|---|---|", *rows]))
         parts += ["## How to load", f"```python\n{self.loading}\n```", *self.notes]
         return "\n\n".join(parts) + "\n"
+
+
+def loading_code(model: str, processing: str | None = None, *, registered: bool = False, carried: bool = False) -> str:
+    """Return Python code that loads a checkpoint of the folder PATH by transformers.
+
+    Args:
+        model: name of the class that loads it: its own if transformers has it, else an auto class.
+        processing: auto class of the tokenizer or image processor; None = not loaded.
+        registered: whether the model's class is one that fulldepth registers.
+        carried: whether the code that the folder carries is run instead.
+    """
+    names = {"model": model} | ({} if processing is None else {"processing": processing})
+    code = ", trust_remote_code=True" if carried else ""
+    parts = [f"from transformers import {', '.join(names.values())}"]
+    parts += ["import fulldepth.architectures  # registers this class"] * registered
+    loads = [f'{name} = {kind}.from_pretrained("PATH"{code})' for name, kind in names.items()]
+    return "\n\n".join([*parts, "\n".join(loads)])
 
 
 def _inherited(source: str | None) -> dict[str, Any]:

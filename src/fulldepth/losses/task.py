@@ -14,7 +14,7 @@ from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.targets import IGNORE, next_targets
-from fulldepth.hf import Classifier, DetectionHeads, task_of, text_config, unwrapped
+from fulldepth.hf import Classifier, DetectionHeads, all_finite, task_of, text_config, unwrapped
 
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
 """Entries whose first dimension is the sequence (or the image), most reliable first."""
@@ -216,7 +216,7 @@ def detection_loss(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.to(dtype)
     boxes = pred_boxes.to(dtype)
-    if not torch.isfinite(logits.detach().sum() + boxes.detach().sum()):
+    if not (all_finite(logits.detach()) and all_finite(boxes.detach())):
         loss = (logits.sum() + boxes.sum()) * torch.nan
         return loss, {"loss": loss.detach()}, None
     targets = []

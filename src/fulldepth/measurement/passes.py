@@ -20,7 +20,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.data import Batch
 from fulldepth.execution import COEFFICIENTS, Verified, body_inputs, capture
-from fulldepth.hf import DetectionHeads
+from fulldepth.hf import DetectionHeads, all_finite
 from fulldepth.measurement import tokens
 from fulldepth.measurement.lens_reader import LensReader
 from fulldepth.measurement.plan import MeasurePlan
@@ -207,7 +207,7 @@ def observe(
 def check_finite(states: Sequence[Tensor], batch: Batch) -> None:
     """Refuse states of a batch that are NaN or infinite."""
     for values in states:
-        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+        if not all_finite(values):
             raise FulldepthError(
                 f"Activations are NaN or infinite in sequences {int(batch.sequence[0])}..{int(batch.sequence[-1])}; "
                 "the weights are broken or the precision is too low (try --dtype float32)."

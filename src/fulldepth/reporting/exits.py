@@ -35,6 +35,8 @@ MOST_BARS = 4
 MOST_TEXTS = 40
 MOST_CHARACTERS = 6000
 """Largest number of texts on a page, and of characters of each."""
+NO_VERDICT = ("busy", "few-rounds")
+"""Timings after which times are not compared."""
 SCALES = {
     "accuracy": ("Accuracy", ".1%"),
     "loss": ("Loss (nats)", ".4f"),
@@ -48,7 +50,7 @@ def points_of(entries: object) -> dict[str, list[dict[str, Any]]]:
 
     A point is an entry of the document with four more fields: `name` (rule and threshold: `confidence 0.9`), `early`
     (share of samples or tokens that leave before the last layer), `mean_layer` (mean exit layer) and `speed` (measured
-    speed-up, or the theoretical one if none was measured).
+    speed-up, or the theoretical one if none was measured). `measured_speedup` is None without a verdict on it.
     """
     points: dict[str, list[dict[str, Any]]] = {}
     for entry in entries if isinstance(entries, list) else []:
@@ -58,9 +60,10 @@ def points_of(entries: object) -> dict[str, list[dict[str, Any]]]:
         threshold = number(entry.get("threshold"))
         total = sum(exits)
         rule = label(entry.get("rule") or "", 24)
-        measured = number(entry.get("measured_speedup"))
+        measured = None if entry.get("timing") in NO_VERDICT else number(entry.get("measured_speedup"))
         point = {
             **entry,
+            "measured_speedup": measured,
             "exits": exits,
             "name": (rule or "threshold") + ("" if threshold is None else f" {threshold:.4g}"),
             "early": 1 - exits[-1] / total if total else None,
@@ -196,7 +199,7 @@ def threshold_tables(source: PageSource) -> dict[str, list[Table]]:
             timing = point.get("timing")
             factor = point.get("measured_speedup")
             drop = point.get("drop")
-            if timing in ("busy", "few-rounds"):
+            if timing in NO_VERDICT:
                 point["timed"] = timing.replace("-", " ")
             elif factor is not None:
                 point["timed"] = f"{'≈ ' * (timing == 'no-difference')}{factor:.2f}×"

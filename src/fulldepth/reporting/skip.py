@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any
 
@@ -116,6 +116,12 @@ class Removal:
         """1-based layer and part of every block."""
         pairs = [(str(b).partition(" ")) if isinstance(b, str) else (self.granularity, "", b) for b in self.blocks]
         return [(int(layer), part) for part, _, layer in pairs]
+
+    @property
+    def counts(self) -> list[int]:
+        """How many blocks are removed before the first removal, 0, and after each: a layer of `any` counts twice."""
+        sizes = [1 + (self.granularity == "any" and part == "layer") for _, part in self.places]
+        return list(accumulate(sizes, initial=0))
 
     def begins(self, other: Removal) -> bool:
         """Return True if `other` is longer and starts with the same blocks at the same losses."""
@@ -267,21 +273,21 @@ def removal_loss(_: Figure, source: PageSource) -> Figures:
         base = removal.losses[0]
         part = removal.curve
 
-        def added(losses: Sequence[float], first: int = 0, base: float = base) -> PlottedCurve:
-            at = range(first, first + len(losses))
+        def added(losses: Sequence[float], at: Sequence[int], base: float = base) -> PlottedCurve:
             return PlottedCurve([*at], [loss - base for loss in losses], ["?"] * len(losses))
 
         if not any(removal.begins(other) for other in known):  # else a longer line contains the same points
             measured_curve = _removed(part, "loss_added", f"Not healed{several}", index) if part else None
-            drawn.append(measured_curve or Drawn(added(removal.losses), f"Not healed{several}", **categorical(index)))
+            plain = added(removal.losses, removal.counts)
+            drawn.append(measured_curve or Drawn(plain, f"Not healed{several}", **categorical(index)))
         color = categorical(index)["color"] if several else CATEGORICAL[2]
         for name, loss, at, mark in (
-            ("Healed", removal.healed, len(removal.blocks), {"symbol": "diamond"}),
+            ("Healed", removal.healed, removal.counts[-1], {"symbol": "diamond"}),
             ("Control: scalars only", removal.scalars_only, 0, {"symbol": "circle-open", "line": {"width": 2}}),
         ):
             if loss is not None:
                 marker = {"marker": {"size": 11, "color": color, **mark}}
-                marks.append(Drawn(added([loss], at), name + several, color, plot="marks", extra=marker))
+                marks.append(Drawn(added([loss], [at]), name + several, color, plot="marks", extra=marker))
         middle, low, high = (part and part.value("break_point", end) for end in ("value", "low", "high"))
         if middle is not None:
             across = {"xref": "x", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
@@ -534,7 +540,8 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
     for at, ((layer, part), step) in order:
         whole = removal.granularity == "any" and part == "layer"
         removed.setdefault(layer, {}).update(dict.fromkeys(BRANCHES if whole else [part], (at, step)))
-    count = f"{len(removal.blocks)} {PARTS.get(removal.granularity, 'block')}{'s' * (len(removal.blocks) > 1)} removed"
+    number = removal.counts[-1]
+    count = f"{number} {PARTS.get(removal.granularity, 'block')}{'s' * (number > 1)} removed"
     loss = ""
     if losses:
         healed = "" if removal.healed is None else f", {quantity(removal.healed, 'nats')} healed"

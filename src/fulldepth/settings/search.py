@@ -235,8 +235,13 @@ class CurveSettings(SearchSettings):
     @model_validator(mode="before")
     @classmethod
     def _all_given_layers(cls, values: Any) -> Any:
-        """The number of `given` layers replaces the default of `blocks`."""
-        given = values.get("given") if isinstance(values, dict) else None
+        """The number of `given` layers replaces the default of `blocks`; a target is refused."""
+        stated = values if isinstance(values, dict) else {}
+        if target := next((name for name in TARGETS if stated.get(name) is not None), None):
+            raise FulldepthError(
+                f"A curve removes a number of blocks (--blocks) and has no target; leave {cls.option(target)} out."
+            )
+        given = stated.get("given")
         return {"blocks": len(given), **values} if isinstance(given, list) and given else values
 
 

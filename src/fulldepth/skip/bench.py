@@ -203,8 +203,10 @@ def _saved(
     """The results, saved if there is a folder, with the command that repeats them if the machine was busy."""
     if output is not None:
         places = {"data": data, "heldout": heldout, "output": output}
-        again = command_line("skip bench", [original, *exports], places, settings) + " --overwrite"
-        results.meta["next"] = {"why": "again:", "command": again} if "times" in results.headline else None
+        given = [original, *exports, *(place for place in places.values() if place is not None)]
+        if "times" in results.headline and all(isinstance(name, str | Path) for name in given):
+            again = command_line("skip bench", [original, *exports], places, settings) + " --overwrite"
+            results.meta["next"] = {"why": "again:", "command": again}
         results.save(output, watcher=watcher)
     return results
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from fulldepth.core.number_format import plus_minus
 from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import quantile
 from fulldepth.data.examples import units
-from fulldepth.execution.flops import Variant
 from fulldepth.execution.heldout import HeldoutLosses
 from fulldepth.execution.scoring import BASE, predicted
 from fulldepth.results import Finding, Results, finite, provenance, stacked, tabulate
@@ -101,12 +100,12 @@ def curve(
                     f"The model has {removable} blocks: the curve ends there, not at --blocks {settings.blocks}."
                 )
             plan = search_with(problem, process, watcher, output=output, resume=resume)
-            read = _read(problem, plan.picks, process, watcher)
+            read = _read(problem, plan, process, watcher)
         sums = read["loss"].sums
         tokens = read["loss"].tokens
         documents = read["loss"].documents
         losses = np.stack([*sums.values()], axis=1) / tokens[:, None]
-        end = find_breakpoint(losses, tokens, documents, seed=settings.seed)
+        end = find_breakpoint(losses, tokens, documents, plan.counts, seed=settings.seed)
         table = _table(plan, read, end)
         document = {
             **provenance(KIND, settings.model_dump(), seed=settings.seed),
@@ -126,16 +125,14 @@ def curve(
 
 
 @torch.no_grad()
-def _read(
-    problem: SearchProblem, picks: Sequence[Variant], process: Processes, watcher: Watcher
-) -> dict[str, HeldoutLosses]:
+def _read(problem: SearchProblem, plan: Plan, process: Processes, watcher: Watcher) -> dict[str, HeldoutLosses]:
     """Each of `MEASURES` of every held-out sequence with labels, by the number of removed blocks as text.
 
     Processes share the batches.
     """
     scorer = problem.scorer
     batches = problem.batches
-    variants = chain(picks)
+    variants = chain(plan.picks)
     sums: dict[int, list[dict[str, list[float]]]] = {}
     watcher.begin("Curve", len(batches) * len(variants))
     for number, batch in enumerate(batches):
@@ -152,8 +149,8 @@ def _read(
     readings = {}
     for name in MEASURES:
         by_removed = {
-            str(removed): [value for number in range(len(batches)) for value in parts[number][removed][name]]
-            for removed in range(len(variants))
+            str(removed): [value for number in range(len(batches)) for value in parts[number][step][name]]
+            for step, removed in enumerate(plan.counts)
         }
         readings[name] = HeldoutLosses.of_batches(by_removed, batches).counted
     return readings
@@ -164,7 +161,8 @@ def _table(plan: Plan, read: Mapping[str, HeldoutLosses], end: Breakpoint) -> pd
     count = len(read["loss"].tokens)
     tokens = read["loss"].count
     tables = []
-    for number, layer in enumerate([None, *(min(pick).layer for pick in plan.picks)]):
+    layers = [None, *(min(pick).layer for pick in plan.picks)]
+    for number, layer in zip(plan.counts, layers, strict=True):
         label = str(number)
         rows = list[tuple[Any, ...]]()
         means = {name: losses.of(label) for name, losses in read.items()}
@@ -190,7 +188,7 @@ def _table(plan: Plan, read: Mapping[str, HeldoutLosses], end: Breakpoint) -> pd
 
 def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Finding]:
     """Findings: the break point, and the loss that all removed blocks add."""
-    count = len(plan.blocks)
+    count = plan.counts[-1]
     kind = plan.granularity
     part = "layers" if kind == "layer" else f"{kind} blocks".removeprefix("any ")
     rows = table[(table.measure == "loss_added") & (table.removed == count)].set_index("statistic")["value"]
@@ -236,7 +234,7 @@ class Breakpoint:
 
 
 def find_breakpoint(
-    losses: Any, weights: Any, documents: Any = None, *, resamples: int = 1000, seed: int = 0
+    losses: Any, weights: Any, documents: Any = None, removed: Any = None, *, resamples: int = 1000, seed: int = 0
 ) -> Breakpoint:
     r"""The break point of a curve, from the losses of single sequences.
 
@@ -250,7 +248,8 @@ def find_breakpoint(
     :math:`e_k` over D documents, with :math:`\nu = (\sum_d w_d)^2 / \sum_d w_d^2 - 1` degrees of freedom, which is
     D - 1 for documents of equal weight. The levels add up to 0.05. The end k is a break point if the point lies above
     the line and the curve has a kink: the turn :math:`D_k = f(k+1) - 2 f(k) + f(k-1)` exceeds 4 times the mean of the
-    (at most 3) turns before it, with 99 % confidence. A parabola or an exponential also leaves its first line, but
+    (at most 3) turns before it, with 99 % confidence. Where a step removes more than one block, D is the change of
+    slope over the mean of both steps. A parabola or an exponential also leaves its first line, but
     without a kink. Points beyond k + 1 have no influence. Two points are always on a line, so that k is at least 2.
 
     The confidence is estimated by bootstrap over documents. Fewer than 5 documents give no band and no break point.
@@ -259,6 +258,7 @@ def find_breakpoint(
         losses: [N, K + 1] mean loss of each held-out sequence with 0..K removed blocks, finite.
         weights: [N] tokens that count in each, above 0.
         documents: [N] label of the document of each; None = each its own.
+        removed: [K + 1] ascending numbers of removed blocks; None = 0..K.
         resamples: of the bootstrap.
         seed: of the bootstrap.
 
@@ -274,21 +274,25 @@ def find_breakpoint(
     sums = [np.bincount(at.reshape(-1), tokens * column) for column in curves.T]
     means = np.stack(sums, axis=1) / total[:, None]  # [D, K + 1]
     count = len(total)
+    blocks = np.arange(curves.shape[1]) if removed is None else np.asarray(removed)  # [K + 1]
     if count < FEWEST:
-        return Breakpoint(None, curves.shape[1] - 1, 0.0, None, None, None, None, count)
+        return Breakpoint(None, int(blocks[-1]), 0.0, None, None, None, None, count)
     draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
-    last, kink = _ends(means, total, np.concatenate([np.ones((1, count)), draws]))
-    answers = np.where(kink, last, 0)  # [1 + resamples], 0 = none
+    last, kink = _ends(means, blocks, total, np.concatenate([np.ones((1, count)), draws]))
+    answers = np.where(kink, blocks[last], 0)  # [1 + resamples], 0 = none
     breaks = answers[1:][answers[1:] > 0]
     low, high = np.quantile(breaks, (0.025, 0.975), method="nearest").tolist() if len(breaks) else (None, None)
     end = int(last[0])
-    off_line = _excess(means, end) if end < means.shape[1] - 1 else np.zeros(count)
+    off_line = _excess(means, blocks, end) if end < means.shape[1] - 1 else np.zeros(count)
     excess, error = _weighted(off_line, total[None])
     confidence = float((answers[1:] == answers[0]).mean())
-    return Breakpoint(int(answers[0]) or None, end, float(excess[0]), float(error[0]), confidence, low, high, count)
+    kink_at = int(answers[0]) or None
+    return Breakpoint(kink_at, int(blocks[end]), float(excess[0]), float(error[0]), confidence, low, high, count)
 
 
-def _ends(curves: np.ndarray, tokens: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _ends(
+    curves: np.ndarray, blocks: np.ndarray, tokens: np.ndarray, times: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """For each of M weightings of the documents `[M, D]`: the last point on the line (K for a line to the end), and
     whether the line ends in a kink upwards.
     """
@@ -298,11 +302,13 @@ def _ends(curves: np.ndarray, tokens: np.ndarray, times: np.ndarray) -> tuple[np
     kinks = np.zeros(len(weights), bool)
     rounding = float(np.abs(curves).max()) * ROUNDING
     degrees = float(tokens.sum() ** 2 / (tokens**2).sum()) - 1
+    slopes = np.diff(curves, axis=1) / np.diff(blocks)  # [D, K]
+    all_turns = np.diff(slopes, axis=1) * 2 / (blocks[2:] - blocks[:-2])  # [D, K - 1], at points 1..K - 1
     for last in range(2, last_point):
-        mean, error = _weighted(_excess(curves, last), weights)
+        mean, error = _weighted(_excess(curves, blocks, last), weights)
         level = LEVEL * 6 / (math.pi * (last - 1)) ** 2
         outside = np.abs(mean) > np.maximum(stats.t.isf(level / 2, degrees) * error, rounding)
-        turns = np.diff(curves[:, : last + 2], n=2, axis=1)  # [D, last], at points 1..last
+        turns = all_turns[:, :last]
         turn, turn_error = _weighted(turns[:, -1] - SHARPNESS * turns[:, -1 - TURNS : -1].mean(1), weights)
         sharp = turn > np.maximum(stats.t.isf(KINK_LEVEL, degrees) * turn_error, rounding)
         ended = outside & (ends == last_point)
@@ -311,11 +317,12 @@ def _ends(curves: np.ndarray, tokens: np.ndarray, times: np.ndarray) -> tuple[np
     return ends, kinks
 
 
-def _excess(curves: np.ndarray, last: int) -> np.ndarray:
+def _excess(curves: np.ndarray, blocks: np.ndarray, last: int) -> np.ndarray:
     """[D] for each curve, point last + 1 minus the least-squares line through points 0..last."""
-    numbers = np.arange(last + 1) - last / 2
+    middle = blocks[: last + 1].mean()
+    numbers = blocks[: last + 1] - middle
     slopes = curves[:, : last + 1] @ numbers / (numbers @ numbers)
-    excess: np.ndarray = curves[:, last + 1] - curves[:, : last + 1].mean(1) - slopes * (last / 2 + 1)
+    excess: np.ndarray = curves[:, last + 1] - curves[:, : last + 1].mean(1) - slopes * (blocks[last + 1] - middle)
     return excess
 
 

@@ -131,7 +131,7 @@ def goal_of(
         notes = {
             "time_shares": dict(shares),
             "other_load": other_load,
-            "context": settings.context,
+            "context": timed_context(anatomy, settings),
             "batch": settings.batch,
             "decode_share": settings.decode_share,
         }
@@ -144,9 +144,7 @@ def goal_of(
     largest_gain = sum(gains.values())
     if largest_gain < needed:
         reach = (
-            f"{1 / max(1 - largest_gain, 1e-3):.2f} times as fast"
-            if target == "target_speedup"
-            else f"{1 - largest_gain:.2f}"
+            f"{fastest(largest_gain):.2f} times as fast" if target == "target_speedup" else f"{1 - largest_gain:.2f}"
         )
         loss_cache.discard()
         raise FulldepthError(
@@ -154,6 +152,14 @@ def goal_of(
             f"model would be at {reach}. Set a nearer target, another granularity, or keep fewer layers."
         )
     return Goal(target, gains, needed, notes=notes)
+
+
+def fastest(saved: float) -> float:
+    """How many times as fast a model is without parts that took this share of its time, at most 1,000 times.
+
+    Parts are timed apart, so that by noise their shares may add up to 1 or more.
+    """
+    return 1 / max(1 - saved, 1e-3)
 
 
 def weights_of(anatomy: Anatomy, block: Block) -> list[Tensor]:
@@ -207,15 +213,17 @@ class SwitchedRunner(Runner):
             self.scorer.plain()
 
 
-def time_shares(scorer: Scorer, settings: SearchSettings, watcher: Watcher) -> dict[str, float]:
-    """Time the model without all blocks of a kind: kind -> the gain of one block (see the docstring of this module).
+def timed_context(anatomy: Anatomy, settings: SearchSettings) -> int:
+    """Tokens of the prompt with which parts are timed: the settings' context, shortened to the model's positions."""
+    longest = (anatomy.max_positions or settings.context + TIMED_TOKENS) - TIMED_TOKENS
+    return max(1, min(settings.context, longest))
 
-    The context is shortened to the model's positions.
-    """
+
+def time_shares(scorer: Scorer, settings: SearchSettings, watcher: Watcher) -> dict[str, float]:
+    """Time the model without all blocks of a kind: kind -> the gain of one block (see the docstring of this module)."""
     anatomy = scorer.anatomy
     kinds = dict[str, list[Block]]()
-    longest = (anatomy.max_positions or settings.context + TIMED_TOKENS) - TIMED_TOKENS
-    context = max(1, min(settings.context, longest))
+    context = timed_context(anatomy, settings)
     for block in scorer.costs.able:
         kinds.setdefault(timing_kind(anatomy, block), []).append(block)
     runs = {kind: SwitchedRunner(scorer, Variant(removed)) for kind, removed in {WHOLE: (), **kinds}.items()}

@@ -32,13 +32,14 @@ from fulldepth.skip.healed import (
     write_rows,
     write_start,
 )
-from fulldepth.skip.least_squares import Healing, refit, with_model
+from fulldepth.skip.least_squares import Healing, refit, tokenizer_of, with_model
 from fulldepth.skip.own_text import FILE as OWN_TEXT
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.tasks import TaskComparison, check_tasks
-from fulldepth.subject import chosen_tokenizer
 from fulldepth.training import train
 
+SLOW = ("*/checkpoint-*", "tasks-*/*", OWN_TEXT)
+"""What takes long to make: a folder that holds any of these is kept for the next call."""
 KEPT_SHARE = 0.5
 """Least share of a model's weights that a plan is taken to keep."""
 MANY = 4
@@ -73,7 +74,7 @@ def heal(
             Where only the GGUF file failed, the same call writes it from this folder.
         settings: fields of `HealSettings` as keywords, or an instance.
         watcher: receives progress.
-        tokenizer: as for `search`.
+        tokenizer: as for `search`; None = the one that the search was given, or the checkpoint's own.
         heldout: data to measure on; None = rows that did not choose the blocks are kept apart from `data`.
 
     Returns:
@@ -86,6 +87,7 @@ def heal(
         raise FulldepthError("skip heal runs in one process; start it without torchrun.")
     target = Path(output)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    tokenizer = tokenizer_of(plan, settings, tokenizer)
     if target.exists() and (results := finish_gguf(plan, model, target, settings)) is not None:
         shutil.rmtree(target.with_name(f"{target.name}-work"), ignore_errors=True)
         return results
@@ -102,19 +104,18 @@ def heal(
         settings = settings.model_copy(update={"precision": "autocast" if fast else "float32"})
     if settings.tasks:  # checked before the refit, which takes minutes
         check_tasks(settings)
-        if not isinstance(model, str | Path) and chosen_tokenizer(settings, tokenizer) is None:
+        if not isinstance(model, str | Path) and tokenizer is None:
             raise FulldepthError("Tasks of a loaded model need its tokenizer; give it, too.")
     work = target.with_name(f"{target.name}-work")
     check_disk_space(target, _bytes_of_work(model, settings))
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
     with locked(work):
         try:
-            saved_tokenizer = chosen_tokenizer(settings, tokenizer)
-            tasks = TaskComparison(model if saved_tokenizer is None else saved_tokenizer, work, watcher)
+            tasks = TaskComparison(model if tokenizer is None else tokenizer, work, watcher)
             first = partial(tasks.read, "original") if settings.tasks else None
             healing = refit(plan, model, data, settings=settings, output=target, folder=work, first=first, **opened)
             if settings.steps:
-                healing = _trained(healing, model, work, saved_tokenizer, watcher)
+                healing = _trained(healing, model, work, tokenizer, watcher)
             if settings.tasks:
                 tasks.read("trained" if settings.steps else "refitted", healing.model, healing.settings)
             elif len(Mixture.of(data).sources) == 1:
@@ -122,11 +123,11 @@ def heal(
                     "The model is healed on one kind of text, and losses on other text are unknown. Read tasks with "
                     "--tasks, or heal on a mixture: --data own,FILE."
                 )
-            results = save_healed(healing, plan, target, saved_tokenizer, work, tasks)
+            results = save_healed(healing, plan, target, tokenizer, work, tasks)
         except StoppedError:
             raise
         except FulldepthError:
-            if not (any(work.glob("*/checkpoint-*")) or (work / OWN_TEXT).exists()):  # nothing that took long is lost
+            if not any(found for pattern in SLOW for found in work.glob(pattern)):
                 shutil.rmtree(work, ignore_errors=True)
             raise
     shutil.rmtree(work, ignore_errors=True)

@@ -186,7 +186,8 @@ def finish_gguf(plan: Plan, model: Any, target: Path, settings: HealSettings) ->
             f"{target} was healed with other settings: {changed}. Leave them out to write its GGUF file, or choose "
             "another output."
         )
-    opened = open_checkpoint(model, settings, dtype=settings.dtype or plan.dtype, plain=True)
+    dtype = plan.dtype if settings.dtype == "auto" else settings.dtype
+    opened = open_checkpoint(model, settings, dtype=dtype, plain=True)
     healed = copy.deepcopy(opened.model)
     fold(healed, plan)
     _take_weights(healed, plan, target)

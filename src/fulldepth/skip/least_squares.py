@@ -135,7 +135,7 @@ def refit(
         data: as for `search`.
         settings: fields of `HealSettings` as keywords, or an instance.
         watcher: receives progress.
-        tokenizer: as for `search`.
+        tokenizer: as for `search`; None = the one that the search was given, or the checkpoint's own.
         heldout: data to measure on instead, with no row that chose the blocks.
         output: folder that the healed model will be written to; exports are tried there before the work (`rehearse`).
         folder: for text that the unmodified model writes itself, if `own` is among the data.
@@ -150,9 +150,10 @@ def refit(
     reading = HeldoutSettings.model_fields.keys() - PLACES
     stored = {name: value for name, value in plan.cost.get("settings", {}).items() if name in reading}
     settings = layered(HealSettings, stored, settings.model_dump(mode="json", exclude_unset=True))
+    tokenizer = tokenizer_of(plan, settings, tokenizer)
     with Subject.open(model, None, settings, needs={"language", "plain"}, tokenizer=tokenizer) as subject:
         original = subject.model
-        _check_healing(plan, subject, settings, output, chosen_tokenizer(settings, tokenizer))
+        _check_healing(plan, subject, settings, output, tokenizer)
         if heldout is not None and names_own(data):  # before the model writes, which takes long
             check_unseen(plan, read_data(subject, None, settings, heldout=heldout).heldout)
         read = with_own_text(data, subject, settings, folder, watcher, heldout)
@@ -178,6 +179,12 @@ def refit(
             readings,
         )
         return with_model(healing, "refitted", healed, watcher)
+
+
+def tokenizer_of(plan: Plan, settings: HealSettings, tokenizer: Any = None) -> Any:
+    """The tokenizer that was passed in or named, or else the one that the search was given; None = the checkpoint's."""
+    chosen = chosen_tokenizer(settings, tokenizer)
+    return plan.data.get("tokenizer") if chosen is None else chosen
 
 
 def _check_healing(

@@ -18,7 +18,7 @@ from fulldepth.core.thresholds import BUSY
 from fulldepth.core.uncertainty import FEWEST_DOCUMENTS, SIGNIFICANT
 from fulldepth.data.examples import units
 from fulldepth.results import Finding, Results, finite, provenance, stacked, tabulate
-from fulldepth.skip.goal import REACHED
+from fulldepth.skip.goal import REACHED, fastest
 from fulldepth.skip.plan import Plan, in_sample
 from fulldepth.skip.problem import SearchProblem
 
@@ -36,16 +36,16 @@ def search_results(
     """A plan as results; `problem` has the held-out data that it was scored with, `folder` is where the plan is, `data`
     and `heldout` what the search was given, which the advice on the next command repeats where they are names.
     """
-    count = len(plan.blocks)
+    counts = plan.counts
     tokens = sum(example.predicted for example in problem.examples.heldout)
     control = plan.control_loss
     noted = plan.document()
     depth = problem.scorer.costs.num_layers
-    chain: Sequence[float | None] = plan.losses or [None] * (count + 1)
+    chain: Sequence[float | None] = plan.losses or [None] * len(counts)
     losses: list[tuple[int | None, float | None, int, str]] = [
         (None, chain[0], 0, "original"),
-        *((min(pick).layer, chain[at], at, "skipped") for at, pick in enumerate(plan.picks, start=1)),
-        (min(plan.picks[-1]).layer, plan.healed_loss, count, "healed"),
+        *((min(pick).layer, chain[at], counts[at], "skipped") for at, pick in enumerate(plan.picks, start=1)),
+        (min(plan.picks[-1]).layer, plan.healed_loss, counts[-1], "healed"),
         (None, None if control is None else control.scalars_only, 0, "scalars_only"),
     ]
     tables = [
@@ -141,7 +141,7 @@ def target(plan: Plan) -> dict[str, Finding]:
         what = "weights" if name == "target_bytes" else "cache"
         sentence = f"{verdict}{1 - reached:.1%} of the {what}' bytes are left; asked were {1 - needed:.1%}."
         return {name: Finding(100 * (1 - reached), "%", sentence)}
-    speedup = 1 / (1 - reached)
+    speedup = fastest(reached)
     gone = f"the removed parts took {reached:.1%} of the time"
     if needed is None:
         sentence = f"By the times of its parts the model is {speedup:.3f} times as fast: {gone}."

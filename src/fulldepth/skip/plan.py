@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, Required, get_args
 
@@ -197,6 +198,11 @@ class Plan(Settings):
     def picks(self) -> list[frozenset[Block]]:
         """The blocks of each removal, in order."""
         return picks_of(self.blocks, self.granularity)
+
+    @property
+    def counts(self) -> list[int]:
+        """How many blocks are removed before the first removal, 0, and after each: a layer of `any` counts twice."""
+        return list(accumulate(map(len, self.picks), initial=0))
 
     @property
     def removed(self) -> frozenset[Block]:

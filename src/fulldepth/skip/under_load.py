@@ -35,7 +35,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.core.thresholds import BUSY
 from fulldepth.core.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
-from fulldepth.data.examples import read_examples
+from fulldepth.data.examples import Examples, read_examples
 from fulldepth.execution.latency import OtherLoad, machine, order
 from fulldepth.execution.llama_cpp import LlamaCpp
 from fulldepth.execution.serving import Load, Serves, check_vllm, in_llama_cpp, in_vllm
@@ -43,6 +43,7 @@ from fulldepth.hf import find_gguf, find_tokenizer, load_config, load_tokenizer,
 from fulldepth.results import Finding, Results, finite, provenance, stacked, tabulate, unique_names
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.exports.export import NOTES, read_notes
+from fulldepth.subject import chosen_tokenizer
 
 P95 = 95
 CAN_SERVE = "Served can be: .gguf files, by llama.cpp; folders of the formats folded, layer and decilm, by vLLM."
@@ -187,6 +188,11 @@ class LoadTimes:
         """Which of several exports gives most tokens per second in each cell, if that is measurable."""
         exports = [model for model in self.models if model.program == program and model is not self.baseline(model)]
         if len(exports) < 2:
+            return
+        rounds = len(next(iter(self.rounds.values())))
+        if rounds < FEWEST_ROUNDS:
+            few = f"Not told: {rounds} rounds are too few to compare exports in {program} ({FEWEST_ROUNDS} are needed)."
+            yield f"most_tokens {program}", Finding(None, "1", few)
             return
         texts = []
         for cell in self.other_load:
@@ -335,10 +341,26 @@ def _prompts(
     if data is None and heldout is None:
         ids = np.random.default_rng(settings.seed).integers(0, model.vocab_size, (count, length))
         return ids.tolist(), None
-    if tokenizer is None or isinstance(tokenizer, str | Path):
-        place = tokenizer or settings.tokenizer or find_tokenizer(model.source)
-        tokenizer = place and load_tokenizer(place, trust_remote_code=settings.trust_remote_code)
-    examples = read_examples(
+    examples = data if isinstance(data, Examples) else _read(model, settings, data, heldout, tokenizer)
+    rows = [row.input_ids.tolist() for row in examples.heldout]
+    long = [row[:length] for row in rows if len(row) >= length]
+    if not long:
+        raise FulldepthError(
+            f"The longest held-out row has {max(map(len, rows))} tokens, and prompts need {length}. Set --contexts to "
+            "shorter ones, or for plain text --sequence-length to more."
+        )
+    return [long[index % len(long)] for index in range(count)], examples.meta
+
+
+def _read(model: ServedModel, settings: BenchSettings, data: Any, heldout: Any, tokenizer: Any) -> Examples:
+    """The data, read by the tokenizer of a model."""
+    tokenizer = chosen_tokenizer(settings, tokenizer)
+    code = {"trust_remote_code": settings.trust_remote_code}
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(tokenizer, **code)
+    elif tokenizer is None and (place := find_tokenizer(model.source)) is not None:
+        tokenizer = load_tokenizer(place, revision=settings.revision, **code)
+    return read_examples(
         data,
         tokenizer,
         model.positions,
@@ -348,14 +370,6 @@ def _prompts(
         limit=settings.max_sequences,
         vocab_size=model.vocab_size,
     )
-    rows = [row.input_ids.tolist() for row in examples.heldout]
-    long = [row[:length] for row in rows if len(row) >= length]
-    if not long:
-        raise FulldepthError(
-            f"The longest held-out row has {max(map(len, rows))} tokens, and prompts need {length}. Set --contexts to "
-            "shorter ones, or for plain text --sequence-length to more."
-        )
-    return [long[index % len(long)] for index in range(count)], examples.meta
 
 
 def _document(measured: LoadTimes, settings: BenchSettings, data: dict[str, Any] | None, device: Any) -> dict[str, Any]:

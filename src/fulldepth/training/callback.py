@@ -20,6 +20,7 @@ from fulldepth.core.progress import Watcher
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.hf import ModelCard, begin_checkpoint, drop_checkpoints, seal
+from fulldepth.hf.publishing import PIPELINES, loading_code
 from fulldepth.losses import TERMS, Tally
 from fulldepth.metrics import Row
 from fulldepth.metrics.jump_rate import describe_jump
@@ -45,12 +46,6 @@ FINDINGS = {
 """Name of a finding -> its sentence; empty for a sentence of another form, or none."""
 MEASURES = {"validation_ap50": "average_precision", "zeta_L": "jump_rate"}
 """Name of a finding -> name of its measure, if they differ."""
-LOADING = """\
-from transformers import {auto}, {processing}
-{registering}
-model = {auto}.from_pretrained("PATH")
-processing = {processing}.from_pretrained("PATH")"""
-REGISTERING = "\nimport fulldepth.architectures  # registers this class\n"
 NAMES = {
     "validation_loss": "Validation loss",
     "validation_accuracy": "Validation accuracy",
@@ -286,13 +281,13 @@ def _card_of(meta: Mapping[str, Any], settings: TrainSettings, findings: Mapping
         title=f"{recipe}, step {step:,}",
         method=method.strip(),
         numbers=numbers,
-        loading=LOADING.format(
-            registering=REGISTERING if model["class"].startswith(("Depth", "Skipped")) else "",
-            auto=HEADS[task].auto.__name__,
-            processing="AutoImageProcessor" if settings.unit == "images" else "AutoTokenizer",
+        loading=loading_code(
+            HEADS[task].auto.__name__,
+            "AutoImageProcessor" if settings.unit == "images" else "AutoTokenizer",
+            registered=model["class"].startswith(("Depth", "Skipped")),
         ),
         source=start,
         tags=[settings.method],
         notes=[f"Losses and the jump rate are those of the last evaluation, on {held_out}."] if findings else [],
-        pipeline={"causal-lm": "text-generation", "detection": "object-detection"}.get(task, task),
+        pipeline=PIPELINES[task],
     )

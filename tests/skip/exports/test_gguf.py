@@ -355,9 +355,13 @@ def test_the_file_of_a_healed_model_is_its_checkpoint(gguf_type, allowed, tmp_pa
     assert (without(model, {"mlp": [2], "attention": [3]}) - expected).abs().max() > 1e-3, "nothing was healed"
 
 
-def test_a_healing_whose_file_fails_is_kept_and_only_the_file_is_made_again(tmp_path, monkeypatch):
-    path, model = source(tmp_path)
-    plan, small, other = planned.plan(model, ["layer 2"], "any", None), tmp_path / "a.gguf", tmp_path / "b.gguf"
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_healing_whose_file_fails_is_kept_and_only_the_file_is_made_again(dtype, tmp_path, monkeypatch):
+    path, _ = source(tmp_path)
+    small, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    searched = load_checkpoint(path, dtype=dtype).model
+    cost = {"forwards": 0, "flops": 0, "seconds": 0.0, "settings": {"dtype": dtype}}
+    plan = planned.plan(searched, ["layer 2"], "any", None, cost=cost)
     drawn = token_ids(40, 12, seed=1, most=300).tolist()
     rows = [Example.of(ids, 1, len(ids), document=number) for number, ids in enumerate(drawn)]
     texts = Examples(rows[:30], rows[30:], {"hash": "sha256:" + "1" * 64, "name": "texts", "kind": "text"})

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import tiny_models
 from fulldepth.skip.exports.export import export
-from fulldepth.skip.exports.formats.mergekit import ranges
+from fulldepth.skip.exports.formats.mergekit import ranges, readable_source
 from refusals import refused
 from skip import planned
 
@@ -99,3 +99,7 @@ def test_a_model_that_is_no_checkpoint_is_refused(tmp_path):
     model = tiny_models.build("llama")
     with refused("this model is neither"):
         export(planned.plan(model, [2], "layer", None), model, "mergekit", tmp_path / "new.yaml")
+    model.name_or_path = "someone/model"
+    assert readable_source(model) == "someone/model"
+    model.config._commit_hash = "0" * 40  # transformers notes it for what is loaded from the Hub
+    assert readable_source(model) == "someone/model@" + "0" * 40

@@ -54,6 +54,7 @@ from fulldepth.hf.checkpoint_folder import (
 )
 from fulldepth.hf.gguf import load_gguf_config, load_gguf_model, read_header
 from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf.publishing import loading_code
 from fulldepth.hf.scalars import factor_names
 from fulldepth.hf.stream_scale import EXPORT_NOTES
 from fulldepth.results import versions
@@ -79,21 +80,13 @@ MOST_NOISE = 0.2
 ROUGH = 0.05
 """Change of logits by rounding to the types of a GGUF file above which its note names a finer type."""
 LOGGER = logging.getLogger(__name__)
-STOCK = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("PATH")
-tokenizer = AutoTokenizer.from_pretrained("PATH")"""
-CARRIED = """\
+BY_FULLDEPTH = """\
 from fulldepth.skip import load
 
 model = load("PATH")
 
 # Without fulldepth, run the code that the checkpoint carries, also for the tokenizer:
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)"""
+"""
 
 
 @dataclass(frozen=True)
@@ -399,6 +392,8 @@ def card_of(
     if healed is not None:
         change = ", and the weights that stay were healed"
         numbers = dict(healed)
+    carried = (reader or format.reader) == "carried"
+    loading = BY_FULLDEPTH * carried + loading_code("AutoModelForCausalLM", "AutoTokenizer", carried=carried)
     warning = "".join(f"**{note}**\n\n" for note in notes if note.startswith(WARNING))
     return ModelCard(
         title=title,
@@ -410,7 +405,7 @@ def card_of(
             "Largest difference of a logit from the plan's model": f"{logit_error:.1e} of the largest logit",
             "Format": f"`{format.name}`",
         },
-        loading=CARRIED if (reader or format.reader) == "carried" else STOCK,
+        loading=loading,
         source=plan.model.name,
         tags=["hopscotch", "pruning"],
         notes=["\n".join(f"- {note}" for note in notes if not note.startswith(WARNING))],

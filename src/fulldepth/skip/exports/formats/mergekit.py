@@ -92,7 +92,7 @@ def ranges(layers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def readable_source(model: PreTrainedModel) -> str:
-    """The folder or Hub name that mergekit reads a model from; a folder as an absolute path.
+    """The folder or Hub name that mergekit reads a model from: an absolute path, or `NAME@COMMIT` of what was loaded.
 
     Raises:
         FulldepthError: for a model that was loaded from a GGUF file, or from nowhere.
@@ -102,7 +102,10 @@ def readable_source(model: PreTrainedModel) -> str:
         raise FulldepthError(
             f"mergekit reads checkpoint folders and Hub names; {source or 'this model'} is neither. Use --format layer."
         )
-    return str(Path(source).absolute()) if Path(source).is_dir() else source
+    if Path(source).is_dir():
+        return str(Path(source).absolute())
+    commit = getattr(model.config, "_commit_hash", None)
+    return f"{source}@{commit}" if commit else source
 
 
 def parameters_left(anatomy: Anatomy, plan: Plan) -> int:
