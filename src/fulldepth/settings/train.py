@@ -200,7 +200,7 @@ class TrainSettings(Settings):
     source: str = ""
     """Source of the values, and the choices made where the source does not state them."""
     stage: Literal["pretrain", "sft"] = "pretrain"
-    """Of causal-lm. pretrain: every token of packed text counts; sft: the responses of conversations (needs trl)."""
+    """Of causal-lm. pretrain: every token of packed text counts; sft: the responses of conversations."""
     method: str = "standard"
     """Preset of the objective: baseline (standard), jreg, cr, aligned, cos-regularised (similarity), multi-exit (a
     head for each layer). Terms under `objective` override it. frozen-features trains new linear heads, one for each
