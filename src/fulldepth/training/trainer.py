@@ -101,23 +101,8 @@ def training_arguments(settings: TrainSettings, folder: Path) -> Any:
         folder: the run folder.
 
     Raises:
-        FulldepthError: if batch sizes do not divide, these processes cannot shard, settings contradict each other, or
-            the device or tracker is absent.
+        FulldepthError: if batch sizes do not divide, these processes cannot shard, or the device or tracker is absent.
     """
-    if settings.fsdp and settings.task != "causal-lm":
-        raise FulldepthError(f"fsdp=true is for task: causal-lm; leave it out for task: {settings.task}.")
-    if settings.warmup_length > settings.steps:
-        raise FulldepthError(
-            f"warmup_steps is {settings.warmup_steps}. Expected at most steps, which is {settings.steps}."
-        )
-    if settings.min_learning_rate > settings.learning_rate:
-        raise FulldepthError(
-            f"min_learning_rate ({settings.min_learning_rate}) is above learning_rate ({settings.learning_rate})."
-        )
-    if settings.min_learning_rate and settings.schedule != "cosine":
-        raise FulldepthError(
-            f"min_learning_rate has no effect with schedule={settings.schedule}; it applies to cosine."
-        )
     installed = get_available_reporting_integrations()
     for name in settings.report_to:
         if name not in (*installed, "all", "none"):
@@ -227,8 +212,8 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
     `decay: matrices` leaves vectors and embeddings without weight decay.
 
     Raises:
-        FulldepthError: for `decay: routers` if the model has no dynamic or kv router, and for `backbone_learning_rate`
-            if it has no backbone.
+        FulldepthError: for `decay: routers` and `router_learning_rate` if the model has no such router, and for
+            `backbone_learning_rate` if it has no backbone.
     """
     if hasattr(model, "parameter_groups"):
         groups = model.parameter_groups(
@@ -258,7 +243,12 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
             }
             for decays, of_backbone in product((True, False), (False, True))
         ]
-    if settings.decay == "routers" and "router_decay" not in {group["name"] for group in groups}:
+    names = {group["name"] for group in groups}
+    if settings.router_learning_rate is not None and not names & {"router_decay", "router_no_decay"}:
+        raise FulldepthError(
+            "router_learning_rate has no effect: it applies to memory routers, and this model has none."
+        )
+    if settings.decay == "routers" and "router_decay" not in names:
         raise FulldepthError(
             "decay=routers has no effect: it applies to dynamic and kv routers, and this model has none."
         )
