@@ -24,7 +24,9 @@ RATE, ROUTERS, DECAY = 0.25, 0.5, 0.125  # powers of two: the factors are exact
 
 
 def asked(name, decay):
-    rates = {"learning_rate": RATE, "router_learning_rate": ROUTERS, "weight_decay": DECAY, "decay": decay}
+    rates = {"learning_rate": RATE, "weight_decay": DECAY, "decay": decay}
+    if MODELS[name].get("memory"):
+        rates["router_learning_rate"] = ROUTERS
     return layer(TrainSettings, {"model": MODELS[name], "sequence_length": 16, **rates})
 
 

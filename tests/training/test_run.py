@@ -222,8 +222,7 @@ BAD = {
     "data.name=/nowhere.txt": "nowhere",
     "data.name=EMPTY": "empty",
     "tokenizer=null": "tokenizer",
-    "warmup_steps=9": "warmup_steps",
-    "min_learning_rate=1": "min_learning_rate",
+    "router_learning_rate=1e-3": "router_learning_rate has no effect",
     "objective.coherence.layers=[40]": "0 to 3",
     "task=detection": "text.jsonl",
 }
@@ -237,6 +236,39 @@ def test_bad_settings_are_refused_before_the_first_step(changes, recipe, tmp_pat
     with refused(BAD[changes]):
         train(layer(TrainSettings, read(recipe(), "train"), given), tmp_path / "run")
     assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+CONTRADICTING = {
+    "warmup_steps=9": "warmup_steps is 9. Expected at most steps, which is 8.",
+    "min_learning_rate=1": "min_learning_rate (1.0) is above learning_rate (0.003).",
+    "warmup=0.5 warmup_steps=2": "warmup=0.5 and warmup_steps=2 both state the warm-up's length. Leave one out.",
+    "schedule=linear min_learning_rate=1e-4": "min_learning_rate has no effect with schedule=linear; it applies to "
+    "cosine.",
+    "milestones=0.3": "milestones has no effect with schedule=cosine; it applies to multistep.",
+    "log_every=3": "log_every has no effect without report_to.",
+    "backbone_learning_rate=1e-4": "backbone_learning_rate has no effect with task=causal-lm; it applies to detection.",
+    "processor=folder": "processor has no effect with task=causal-lm; it applies to image-classification and "
+    "detection.",
+    "data.truncate=true": "data.truncate has no effect with task=causal-lm; it applies to text-classification.",
+    "task=text-classification data.streaming=true": "data.streaming has no effect with task=text-classification; it "
+    "applies to causal-lm.",
+    "stage=sft data.column=text": "data.column has no effect with stage=sft; it applies to pretrain.",
+    "task=detection fsdp=true": "fsdp=true is for task: causal-lm; leave it out for task: detection.",
+}
+"""Changes of a recipe that contradict each other or have no effect -> the refusal."""
+
+
+@pytest.mark.parametrize("changes", CONTRADICTING)
+def test_contradicting_settings_are_refused_by_a_dry_run_too(changes, recipe, main):
+    code, _, error = main("train", str(recipe()), "--dry-run", *changes.split())
+    assert (code, error.strip().removeprefix("Error: ")) == (2, CONTRADICTING[changes])
+
+
+def test_a_later_warm_up_or_schedule_replaces_an_earlier_one():
+    steps = [{"warmup_steps": 5}, {"warmup": 0.5}, {"warmup_steps": 7}]
+    assert [layer(TrainSettings, *steps[:count]).warmup_length for count in (1, 2, 3)] == [5, 100, 7]
+    cosine = {"schedule": "cosine", "min_learning_rate": 1e-5}
+    assert layer(TrainSettings, cosine, {"schedule": "linear"}).min_learning_rate == 0
 
 
 @pytest.mark.parametrize(("arguments", "named"), [(["tiny-lama"], "tiny-llama"), (["tiny-llama"], "--output")])

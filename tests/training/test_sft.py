@@ -19,7 +19,6 @@ from refusals import refused
 from training.conftest import SHORT, jsonl, settings, train_by
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("trl")
 
 CHATS = [
     {"messages": talk(f"say {word}", word * 2, "again", word)}
@@ -32,19 +31,23 @@ PAIRS = [{"prompt": f"{n} and {n}?", "response": f"that is {2 * n}."} for n in r
 def fine_tuning(recipe, tmp_path):
     """`fine_tuning(rows, **changes)`: settings of a run that fine-tunes a small model on rows, and that model."""
 
-    def prepared(rows, **changes):
+    def prepared(rows, data=None, **changes):
         short = {**SHORT, "sequence_length": 64}
         train_by(recipe(**short), tmp_path / "base")
         base = tmp_path / "base" / "checkpoint-2"
-        data = {"name": str(jsonl(tmp_path / "rows.jsonl", *rows)), "validation_share": 0.4, "validation_sequences": 4}
+        name = str(jsonl(tmp_path / "rows.jsonl", *rows))
+        data = {"name": name, "validation_share": 0.4, "validation_sequences": 4} | (data or {})
         return settings(recipe(stage="sft", model={"checkpoint": str(base)}, data=data, **short | changes)), base
 
     return prepared
 
 
+@pytest.mark.parametrize("others", [None, PAIRS[:6]], ids=["held out", "other data"])
 @pytest.mark.parametrize("rows", [CHATS, PAIRS], ids=["chats", "pairs"])
-def test_fine_tuning_reports_the_loss_of_the_responses(rows, fine_tuning, tmp_path):
-    chosen, base = fine_tuning(rows, method="jreg", steps=4)
+def test_fine_tuning_reports_the_loss_of_the_responses(rows, others, fine_tuning, tmp_path):
+    """The validation loss is that of a loop over the held-out conversations, or over all of `data.validation`."""
+    data = {"validation": str(jsonl(tmp_path / "others.jsonl", *others)), "validation_sequences": 9} if others else {}
+    chosen, base = fine_tuning(rows, method="jreg", steps=4, data=data)
     results = train(chosen, tmp_path / "run")
     assert {"jump"} == set(results.table.query("measure == 'penalty'").site)
     found = results.table.query("measure == 'validation_loss' and step == 4")
@@ -54,20 +57,45 @@ def test_fine_tuning_reports_the_loss_of_the_responses(rows, fine_tuning, tmp_pa
         opening = json.dumps([0, _messages(row)[:2]], sort_keys=True)
         return hashlib.sha256(opening.encode()).digest()
 
-    kept = sorted(rows, key=order)[:4]
+    kept = others or sorted(rows, key=order)[:4]
+    entry = results.meta["data"]
+    assert (entry["train_sequences"], entry["validation_sequences"]) == (len(rows) - 4 * (not others), len(kept))
+    predictions = _predictions(kept, base, tmp_path / "run" / "checkpoint-4")
+    losses = [float(F.cross_entropy(logits, token)) for logits, token in predictions]
+    assert int(found["count"].iloc[0]) == len(losses)
+    assert float(found.value.iloc[0]) == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+
+
+FIRST_STEP = {"steps": 1, "global_batch_size": len(CHATS), "warmup_steps": 0}
+
+
+def test_fine_tuning_learns_from_a_teacher(recipe, fine_tuning, tmp_path):
+    """The divergence in the first step, a batch of all training rows, is that of a loop over the predictions."""
+    chosen, base = fine_tuning(CHATS, data={"validation": str(jsonl(tmp_path / "others.jsonl", *PAIRS))}, **FIRST_STEP)
+    train_by(recipe(**SHORT, seed=1), tmp_path / "teacher")
+    teacher = tmp_path / "teacher" / "checkpoint-2"
+    objective = type(chosen.objective)(distillation={"teacher": str(teacher), "weight": 0.5})
+    table = train(chosen.model_copy(update={"objective": objective}), tmp_path / "run").table
+    pairs = zip(_predictions(CHATS, base, base), _predictions(CHATS, base, teacher), strict=True)
+    divergences = [
+        float(F.kl_div(ours.log_softmax(-1), theirs.log_softmax(-1), reduction="sum", log_target=True))
+        for (ours, _), (theirs, _) in pairs
+    ]
+    found = table.query("measure == 'penalty' and site == 'distillation'").value
+    assert found.tolist() == pytest.approx([sum(divergences) / len(divergences)], rel=1e-4)
+
+
+def _predictions(rows, base, checkpoint):
+    """Logits [V] of a checkpoint in float64, and the next token, for each token of each response."""
     tokenizer = AutoTokenizer.from_pretrained(base)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4").double().eval()
-    total, count = 0.0, 0
-    for row in kept:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).double().eval()
+    predictions = []
+    for row in rows:
         ids, counts = _tokens(row, tokenizer)
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0]
-        for position in range(1, len(ids)):
-            if counts[position]:
-                total += float(F.cross_entropy(logits[position - 1], torch.tensor(ids[position])))
-                count += 1
-    assert int(found["count"].iloc[0]) == count
-    assert float(found.value.iloc[0]) == pytest.approx(total / count, rel=1e-4)
+        predictions += [(logits[n - 1], torch.tensor(ids[n])) for n in range(1, len(ids)) if counts[n]]
+    return predictions
 
 
 def _messages(row):
@@ -150,8 +178,8 @@ def test_what_is_cut_is_said_and_what_is_trained_is_counted(fine_tuning, tmp_pat
     assert document["data"]["train_sequences"] + document["data"]["validation_sequences"] == 11
     assert document["warnings"][:2] == [
         "2 of the rows of rows.jsonl have no response and are left out.",
-        f"2 of 12 conversations are longer than 64 tokens and are cut there (the longest has {max(sizes)}); 1 of them "
-        "are left out, because no response begins before the cut.",
+        f"2 of 12 conversations in {chosen.data.name} are longer than 64 tokens and are cut there (the longest has "
+        f"{max(sizes)}); 1 of them are left out, because no response begins before the cut.",
     ]
     with refused("holds 12 conversations, 0 of them with a response that begins within"):
         train(chosen.model_copy(update={"sequence_length": 4}), tmp_path / "short")

@@ -46,7 +46,7 @@ class Applies:
     """Settings that have an effect only beside certain values of another setting, or of one of several."""
 
     names: tuple[str, ...]
-    """These settings."""
+    """These settings; `data.column` for one inside `data`."""
     beside: Mapping[str, tuple[str, ...]]
     """The other setting, or a parameter of the command's function -> its values; `SET` = all but None, False and 0."""
 
@@ -94,7 +94,8 @@ class Settings(pydantic.BaseModel):
         Raises:
             FulldepthError: which says why it has no effect, and what it applies to.
         """
-        values = dict(self) | parameters
+        inside = {f"{key}.{name}": value for key, part in self if isinstance(part, Settings) for name, value in part}
+        values = dict(self) | inside | parameters
         for entry in self.applies:
             if any(
                 other not in values or (values[other] in wanted if wanted else values[other])
@@ -102,8 +103,16 @@ class Settings(pydantic.BaseModel):
             ):
                 continue
             for name in entry.names:
-                if values[name] != type(self).model_fields[name].get_default(call_default_factory=True):
+                if values[name] != self._default(name):
                     raise FulldepthError(self._no_effect(name, entry, values))
+
+    @classmethod
+    def _default(cls, name: str) -> Any:
+        """Default of a setting, also of one inside another (`data.column`)."""
+        outer, _, inner = name.partition(".")
+        if inner:
+            return _inner_class(cls, outer)._default(inner)  # type: ignore[union-attr]
+        return cls.model_fields[name].get_default(call_default_factory=True)
 
     @classmethod
     def _no_effect(cls, name: str, entry: Applies, values: Mapping[str, Any]) -> str:
@@ -112,7 +121,9 @@ class Settings(pydantic.BaseModel):
         present = []
         for other in entry.beside:
             field = cls.model_fields.get(other)
-            is_absent = values[other] is None or (values[other] is False and (field is None or field.default is False))
+            is_absent = values[other] in (None, []) or (
+                values[other] is False and (field is None or field.default is False)
+            )
             if is_absent:
                 absent.append(cls.option(other))
             else:

@@ -10,7 +10,7 @@ import pydantic
 from pydantic import Field
 
 from fulldepth.core.errors import FulldepthError
-from fulldepth.settings.layers import Settings, layer, read
+from fulldepth.settings.layers import SET, Applies, Settings, layer, read
 from fulldepth.settings.loading import Count, Length, Precision, Rate, Seed
 
 NonNegativeSteps = Annotated[int, Field(ge=0, le=10**9)]
@@ -110,6 +110,8 @@ class DataSettings(Settings):
     """Folder of the token cache of all runs; None = `tokens/` under $FULLDEPTH_CACHE, else under ~/.cache/fulldepth."""
 
 
+WARMUP = ("warmup", "warmup_steps")
+"""The two ways to state the length of the warm-up."""
 NO_BOXES = {
     "crop": "the boxes would not follow",
     "rotation": "a rotated box is no box",
@@ -192,6 +194,11 @@ class LoraSettings(Settings):
     """Ends of the names of the linear layers with adapters, such as q_proj; None = all in the blocks."""
 
 
+OF_TEXT = ("column", "streaming", "articles", "tokens", "across_documents", "end_of_text")
+"""Settings of the data of packed text."""
+IMAGES = ("image-classification", "detection")
+
+
 class TrainSettings(Settings):
     """Everything that determines a training run; saved with it."""
 
@@ -201,6 +208,18 @@ class TrainSettings(Settings):
         "Machine": ("precision", "device", "gradient_checkpointing", "fsdp"),
         "Evaluation and checkpoints": ("eval_every", "save_every", "report_to"),
     }
+    applies: ClassVar = (
+        Applies(tuple(f"data.{name}" for name in OF_TEXT), {"task": ("causal-lm",)}),
+        Applies(tuple(f"data.{name}" for name in OF_TEXT), {"stage": ("pretrain",)}),
+        Applies(("data.skip_bad",), {"task": ("text-classification", *IMAGES)}),
+        Applies(("data.truncate",), {"task": ("text-classification",)}),
+        Applies(("data.image_size", "backbone_learning_rate"), {"task": ("detection",)}),
+        Applies(("processor",), {"task": IMAGES}),
+        Applies(("milestones",), {"schedule": ("multistep",)}),
+        Applies(("min_learning_rate",), {"schedule": ("cosine",)}),
+        Applies(("log_every",), {"report_to": SET}),
+    )
+    described_by: ClassVar[Mapping[str, tuple[str, ...]]] = {"schedule": ("milestones", "min_learning_rate")}
 
     task: Literal["causal-lm", "image-classification", "text-classification", "detection"] = "causal-lm"
     """What the model learns: the next token, the class of an image or of a text, or the objects in an image."""
@@ -209,7 +228,7 @@ class TrainSettings(Settings):
     source: str = ""
     """Source of the values, and the choices made where the source does not state them."""
     stage: Literal["pretrain", "sft"] = "pretrain"
-    """Of causal-lm. pretrain: every token of packed text counts; sft: the responses of conversations (needs trl)."""
+    """Of causal-lm. pretrain: every token of packed text counts; sft: the responses of conversations."""
     method: str = "standard"
     """Preset of the objective: baseline (standard), jreg, cr, aligned, cos-regularised (similarity), multi-exit (a
     head for each layer). Terms under `objective` override it. frozen-features trains new linear heads, one for each
@@ -296,9 +315,12 @@ class TrainSettings(Settings):
     def without_outdated(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
         """Earlier values, without the model, tokenizer and processor that belong to another start.
 
-        Of a recipe's model only the switches of a `depth_llama` apply to a checkpoint that a later source names.
+        Of a recipe's model only the switches of a `depth_llama` apply to a checkpoint that a later source names. A
+        later warm-up, as a share or in steps, replaces an earlier one.
         """
         below = super().without_outdated(below, above)
+        if not above.keys().isdisjoint(WARMUP):
+            below = {key: value for key, value in below.items() if key not in WARMUP}
         own, named = (source.get("model") for source in (below, above))
         model: Mapping[str, Any] = own if isinstance(own, Mapping) else {}
         start = named.get("checkpoint") if isinstance(named, Mapping) else None
@@ -309,8 +331,30 @@ class TrainSettings(Settings):
             "model": switches
         }
 
+    @classmethod
+    def option(cls, name: str, value: Any = None) -> str:
+        """Return a setting as a recipe and the command line have it: `schedule=linear`."""
+        return name if value is None else f"{name}={value}"
+
+    @pydantic.model_validator(mode="after")
+    def _rates_fit(self) -> Self:
+        if self.warmup and self.warmup_steps is not None:
+            raise FulldepthError(
+                f"warmup={self.warmup} and warmup_steps={self.warmup_steps} both state the warm-up's length. Leave "
+                "one out."
+            )
+        if self.warmup_length > self.steps:
+            raise FulldepthError(f"warmup_steps is {self.warmup_steps}. Expected at most steps, which is {self.steps}.")
+        if self.min_learning_rate > self.learning_rate:
+            raise FulldepthError(
+                f"min_learning_rate ({self.min_learning_rate}) is above learning_rate ({self.learning_rate})."
+            )
+        return self
+
     @pydantic.model_validator(mode="after")
     def _stage_fits(self) -> Self:
+        if self.fsdp and self.task != "causal-lm":
+            raise FulldepthError(f"fsdp=true is for task: causal-lm; leave it out for task: {self.task}.")
         if self.stage != "pretrain" and self.task != "causal-lm":
             raise FulldepthError(f"stage: sft trains on conversations, with task: causal-lm; got task: {self.task}.")
         if self.lora.rank is None and self.lora != LoraSettings():

@@ -31,7 +31,7 @@ from fulldepth.execution.stream import is_close, relative_error
 from fulldepth.hf import evaluating, load_processor
 from fulldepth.settings.train import AugmentationSettings, DataSettings, TrainSettings
 from fulldepth.training.model import WEIGHTS, build_config, check_options, special_tokens
-from fulldepth.training.text import run_tokenizer
+from fulldepth.training.text import padding_token, run_tokenizer
 from fulldepth.training.trainer import RunData
 
 DETECTS = ("aligned", "similarity", "jump")
@@ -211,13 +211,7 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
     parts, warnings = labelled_data(settings)
     texts = [text for record in parts[0].of(TextRecord) for text in record.texts]
     tokenizer = run_tokenizer(settings, folder, arguments, watcher, texts)
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise FulldepthError(
-                "The tokenizer has neither a padding token nor an end-of-text token; padding needs one of them."
-            )
-        tokenizer.pad_token = tokenizer.eos_token
-    pad_id = tokenizer.pad_token_id
+    pad_id = padding_token(tokenizer)
     config = build_config(
         settings.model,
         task=settings.task,

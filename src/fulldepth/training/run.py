@@ -94,7 +94,7 @@ def train(
                 require_separate_documents(model)
             if settings.task == "text-classification":
                 warnings += padding_warning(model, data.train, data.collator)
-            trainer: Any = (data.trainer or RunTrainer)(model, arguments, data, settings)
+            trainer = RunTrainer(model, arguments, data, settings)
             if settings.model.checkpoint is not None and not settings.freezes_features:
                 warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint)
             for line in warnings:
@@ -117,13 +117,12 @@ def train(
                 "versions": versions(),
                 "warnings": warnings,
             }
-            collate = data.collator or trainer.data_collator
             batch_size = 8 if settings.task == "causal-lm" else 32
             callback = RunCallback(
                 trainer,
                 folder,
                 meta,
-                partial(evaluate_held_out, data=data.validation, collate=collate, batch_size=batch_size),
+                partial(evaluate_held_out, data=data.validation, collate=data.collator, batch_size=batch_size),
                 watcher,
                 notes.model_copy(update={"origin": origin}),
                 checkpoint,

@@ -1,4 +1,4 @@
-"""Training data of language models: packed documents, or conversations through TRL with a loss on the responses.
+"""Training data of language models: packed documents, or conversations with a loss on the responses.
 
 The module also makes the tokenizer of a run, and tests that attention does not cross documents in its model.
 """
@@ -24,16 +24,16 @@ from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import atomic_folder
 from fulldepth.core.progress import Watcher
 from fulldepth.core.targets import IGNORE
-from fulldepth.core.uncertainty import counted
+from fulldepth.core.uncertainty import counted, sample
 from fulldepth.data import builtin_texts, conversations, open_documents, pack, train_tokenizer, train_wordpiece
+from fulldepth.data.batches import Example, padded_batch
 from fulldepth.data.conversations import CUT_OFF, END, encode_pair
 from fulldepth.data.packing import holds_tokens
 from fulldepth.hf import checkpoint_of, evaluating, find_tokenizer, load_tokenizer
-from fulldepth.losses import ObjectiveMixin
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.folder import TOKENIZER
 from fulldepth.training.model import build_config, check_options, special_tokens
-from fulldepth.training.trainer import RunData, RunMixin, make_objective, trl_module, window_collator
+from fulldepth.training.trainer import RunData, make_objective, window_collator
 
 MOST_TOKENS = 1 << 20
 """Largest vocabulary of `builtin:N`."""
@@ -271,7 +271,7 @@ def varlen_attention(
 
 
 def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> RunData:
-    """Open conversations for TRL's trainer: token ids with labels on the responses, and a seeded share held out.
+    """Open conversations: token ids with labels on the responses, and others to validate on, else a share held out.
 
     The arguments are those of `packed_data`. Prompt and response are tokenised apart (`encode_pair`), so that every
     label is a token that the model can produce after that prompt. A tokenizer without a chat template gets `TEMPLATE`.
@@ -281,50 +281,94 @@ def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, wat
         FulldepthError: if the data hold fewer than two different conversations, no response begins within a sequence,
             or the chat template fails.
     """
-
-    class ConversationTrainer(RunMixin, ObjectiveMixin, trl_module().SFTTrainer):  # type: ignore[misc]
-        """TRL's SFTTrainer with an objective."""
-
     config, tokenizer = language_model(settings, folder, arguments, watcher)
+    pad_id = padding_token(tokenizer)
     data = settings.data
-    length = settings.sequence_length
     warnings = list[str]()
     if not tokenizer.chat_template:
         tokenizer.chat_template = TEMPLATE
-    noting = Watcher(say=warnings.append)
-    rows = conversations(data.name, tokenizer, config=data.config, split=data.split, watcher=noting)
+    opened = partial(_answered_conversations, tokenizer=tokenizer, length=settings.sequence_length, warnings=warnings)
+    rows, train, owner = opened(data.name, config=data.config, split=data.split, least=1 if data.validation else 2)
+    documents = len(rows)
+    if data.validation:
+        others, validation, owner = opened(data.validation)
+        identities = np.array([_key(row, 0, whole=True) for row in others], np.uint64)
+        chosen = sample(identities, settings.most_validation, settings.seed)
+        validation = validation.select(np.flatnonzero(np.isin(owner, chosen)))
+        documents += len(chosen)
+    else:
+        count = min(max(1, round(documents * data.validation_share)), settings.most_validation)
+        validates = held_out_rows(rows, count, settings.seed)
+        if validates is None:
+            raise FulldepthError(
+                f"The {documents} conversations of {data.name} are all the same; training and validation need at least "
+                "two different ones."
+            )
+        train, validation = (train.select(np.flatnonzero(validates[owner] == part)) for part in (False, True))
+    counts = {"documents": documents, "clusters": documents, "unit": "row"}
+    facts = {"hash": rows_hash(train, validation), "train_sequences": len(train), **counts}
+    return RunData(config, tokenizer, train, validation, facts, partial(conversation_batch, pad_id=pad_id), warnings)
+
+
+def padding_token(tokenizer: Any) -> int:
+    """Return the id of the padding token. A tokenizer without one pads with its end of text from here on.
+
+    Raises:
+        FulldepthError: if the tokenizer has neither.
+    """
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise FulldepthError(
+                "The tokenizer has neither a padding token nor an end-of-text token; padding needs one of them."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return int(tokenizer.pad_token_id)
+
+
+def conversation_batch(rows: list[dict[str, list[int]]], pad_id: int) -> dict[str, Tensor]:
+    """Return `input_ids`, `attention_mask` and `labels` `[B, T]` of tokenised conversations, padded on the right."""
+    return padded_batch([Example(torch.tensor(row["input_ids"]), torch.tensor(row["labels"])) for row in rows], pad_id)
+
+
+def _answered_conversations(
+    name: str,
+    *,
+    tokenizer: Any,
+    length: int,
+    warnings: list[str],
+    config: str | None = None,
+    split: str | None = None,
+    least: int = 1,
+) -> tuple[Any, Any, np.ndarray]:
+    """Return the conversations with a response that begins within `length` tokens, their examples, and their numbers.
+
+    The numbers `[examples]` are those of each example's conversation. `warnings` receives what is cut or left out.
+
+    Raises:
+        FulldepthError: if there are fewer than `least` such conversations; as `conversations` and `chat_examples`.
+    """
+    rows = conversations(name, tokenizer, config=config, split=split, watcher=Watcher(say=warnings.append))
     encoded = rows.map(
-        partial(_encoded, tokenizer=tokenizer, length=length, name=data.name),
+        partial(_encoded, tokenizer=tokenizer, length=length, name=name),
         batched=True,
         with_indices=True,
         remove_columns=rows.column_names,
     )
-    row, size, answered = (np.array(encoded[name]) for name in ("row", "size", "answered"))
-    usable = np.unique(row[answered])
+    row, size, answered = (np.array(encoded[key]) for key in ("row", "size", "answered"))
+    usable, owner = np.unique(row[answered], return_inverse=True)
     if cut := len(np.unique(row[size > length])):
         warnings.append(
-            f"{cut} of {len(rows)} conversations are longer than {length} tokens and are cut there (the longest has "
-            f"{size.max()}); {len(rows) - len(usable)} of them are left out, because no response begins before the cut."
+            f"{cut} of {len(rows)} conversations in {name} are longer than {length} tokens and are cut there (the "
+            f"longest has {size.max()}); {len(rows) - len(usable)} of them are left out, because no response begins "
+            "before the cut."
         )
-    if len(usable) < 2:
+    if len(usable) < least:
         raise FulldepthError(
-            f"{data.name} holds {len(rows)} conversations, {len(usable)} of them with a response that begins within "
-            f"sequence_length={length} tokens; training and validation need at least two."
+            f"{name} holds {len(rows)} conversations, {len(usable)} of them with a response that begins within "
+            f"sequence_length={length} tokens; at least {least} {'is' if least == 1 else 'are'} needed"
+            + (", to train and to validate on." if least == 2 else ".")
         )
-    count = min(max(1, round(len(usable) * data.validation_share)), settings.most_validation)
-    held_out = held_out_rows(rows.select(usable), count, settings.seed)
-    if held_out is None:
-        raise FulldepthError(
-            f"The {len(usable)} conversations of {data.name} are all the same; training and validation need at least "
-            "two different ones."
-        )
-    validates = np.isin(row, usable[held_out])
-    columns = encoded.select_columns(READ)
-    train = columns.select(np.flatnonzero(answered & ~validates))
-    validation = columns.select(np.flatnonzero(answered & validates))
-    counts = {"documents": len(usable), "clusters": len(usable), "unit": "row"}
-    facts = {"hash": rows_hash(train, validation), "train_sequences": len(train), **counts}
-    return RunData(config, tokenizer, train, validation, facts, warnings=warnings, trainer=ConversationTrainer)
+    return rows.select(usable), encoded.select_columns(READ).select(np.flatnonzero(answered)), owner
 
 
 def _encoded(
@@ -436,10 +480,10 @@ def _key(row: dict[str, Any], seed: int, whole: bool) -> int:
 
 
 def rows_hash(*parts: Any) -> str:
-    """Return `sha256:...` over the examples of TRL's trainer: token ids and labels, row by row, of each part.
+    """Return `sha256:...` over tokenised conversations: token ids and labels, row by row, of each part.
 
     Args:
-        parts: tokenised data sets of the trainer.
+        parts: data sets with the columns `READ`.
     """
     digest = hashlib.sha256()
     for part in parts:

@@ -22,14 +22,14 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from fulldepth.core import launch
-from fulldepth.core.errors import FulldepthError, needing, unknown
+from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.core.processor import check_bfloat16
 from fulldepth.data import ShuffledSampler, flatten_windows
 from fulldepth.data.labelled import EpochSampler, LabelledRows
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import checkpoint_of, pick_device
 from fulldepth.losses import METHODS, TERMS, DepthTrainer, Objective, per_batch_terms
-from fulldepth.losses.trainer import AnyTrainer, load_weights
+from fulldepth.losses.trainer import load_weights
 from fulldepth.settings.train import ObjectiveSettings, TrainSettings
 from fulldepth.training.lora import load_adapters, save_adapters
 from fulldepth.training.model import built_once
@@ -120,23 +120,8 @@ def training_arguments(settings: TrainSettings, folder: Path) -> Any:
         folder: the run folder.
 
     Raises:
-        FulldepthError: if batch sizes do not divide, these processes cannot shard, settings contradict each other, or
-            the device or tracker is absent.
+        FulldepthError: if batch sizes do not divide, these processes cannot shard, or the device or tracker is absent.
     """
-    if settings.fsdp and settings.task != "causal-lm":
-        raise FulldepthError(f"fsdp=true is for task: causal-lm; leave it out for task: {settings.task}.")
-    if settings.warmup_length > settings.steps:
-        raise FulldepthError(
-            f"warmup_steps is {settings.warmup_steps}. Expected at most steps, which is {settings.steps}."
-        )
-    if settings.min_learning_rate > settings.learning_rate:
-        raise FulldepthError(
-            f"min_learning_rate ({settings.min_learning_rate}) is above learning_rate ({settings.learning_rate})."
-        )
-    if settings.min_learning_rate and settings.schedule != "cosine":
-        raise FulldepthError(
-            f"min_learning_rate has no effect with schedule={settings.schedule}; it applies to cosine."
-        )
     installed = get_available_reporting_integrations()
     for name in settings.report_to:
         if name not in (*installed, "all", "none"):
@@ -146,17 +131,13 @@ def training_arguments(settings: TrainSettings, folder: Path) -> Any:
     if on_cpu and settings.precision != "float32":
         check_bfloat16()
     schedule = {"cosine": "cosine_with_min_lr", "linear": "linear"}.get(settings.schedule, "constant_with_warmup")
-    kind = TrainingArguments
     more = dict[str, Any]()
-    if settings.stage == "sft":
-        kind = trl_module().SFTConfig
-        more = {"max_length": None, "packing": False}  # `conversation_data` cuts
     if settings.schedule == "cosine":
         more["lr_scheduler_kwargs"] = {"min_lr_rate": settings.min_learning_rate / settings.learning_rate}
     if settings.fsdp:
         options = {"fsdp_version": 2, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT"}
         more |= {"fsdp": True, "fsdp_config": {**options, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
-    arguments = kind(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=settings.steps,
         per_device_train_batch_size=micro,
@@ -243,13 +224,6 @@ def worker_count(settings: TrainSettings, processes: int) -> int:
     return min(MOST_WORKERS, cores // processes)
 
 
-def trl_module() -> Any:
-    """Import the package trl; raise a `FulldepthError` if it is not installed."""
-    with needing("trl", "sft", "Fine-tuning on conversations"):
-        import trl  # noqa: PLC0415
-    return trl
-
-
 def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]]:
     """Assign every trainable parameter to exactly one group; no group is empty.
 
@@ -257,8 +231,8 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
     `decay: matrices` leaves vectors and embeddings without weight decay.
 
     Raises:
-        FulldepthError: for `decay: routers` if the model has no dynamic or kv router, and for `backbone_learning_rate`
-            if it has no backbone.
+        FulldepthError: for `decay: routers` and `router_learning_rate` if the model has no such router, and for
+            `backbone_learning_rate` if it has no backbone.
     """
     if hasattr(model, "parameter_groups"):
         groups = model.parameter_groups(
@@ -288,7 +262,12 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
             }
             for decays, of_backbone in product((True, False), (False, True))
         ]
-    if settings.decay == "routers" and "router_decay" not in {group["name"] for group in groups}:
+    names = {group["name"] for group in groups}
+    if settings.router_learning_rate is not None and not names & {"router_decay", "router_no_decay"}:
+        raise FulldepthError(
+            "router_learning_rate has no effect: it applies to memory routers, and this model has none."
+        )
+    if settings.decay == "routers" and "router_decay" not in names:
         raise FulldepthError(
             "decay=routers has no effect: it applies to dynamic and kv routers, and this model has none."
         )
@@ -330,15 +309,13 @@ class RunData:
     validation: Any
     facts: dict[str, Any]
     """Entries for the record; `hash` covers everything that determines the items."""
-    collator: Any = None
-    """Function that makes a batch from items; None = the Trainer's own."""
+    collator: Callable[[list[Any]], dict[str, Any]]
+    """Function that makes a batch from items."""
     warnings: list[str] = field(default_factory=list)
-    trainer: Any = None
-    """Class of the trainer; None = `RunTrainer`."""
 
 
-class RunMixin(AnyTrainer):
-    """Mixin that gives a Trainer the objective, parameter groups, schedule and order of the items of a run's settings.
+class RunTrainer(DepthTrainer):
+    """Trainer with the objective, parameter groups, schedule and order of the items of a run's settings.
 
     Training is one pass of `steps * global_batch_size` items. Every step is a full batch, also across epoch boundaries.
     Batches do not depend on the numbers of processes, workers and micro-batches, or on resuming.
@@ -346,8 +323,6 @@ class RunMixin(AnyTrainer):
     Checkpoints of sharded weights have the files of other checkpoints, so any number of processes can resume from them,
     with or without sharding.
     """
-
-    lr_scheduler: Any
 
     def __init__(self, model: Any, arguments: Any, data: RunData, settings: TrainSettings) -> None:
         self.settings = settings
@@ -491,10 +466,6 @@ class RunMixin(AnyTrainer):
                     moments[name] = distribute_tensor(value, mesh, placements, src_data_rank=None)
         self.optimizer.load_state_dict(states)
         self.lr_scheduler.load_state_dict(read(Path(checkpoint) / SCHEDULER_NAME))
-
-
-class RunTrainer(RunMixin, DepthTrainer):
-    """Trainer of a run."""
 
 
 def _start_worker(start: Callable[[int], None], number: int) -> None:
