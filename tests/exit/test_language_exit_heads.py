@@ -97,6 +97,18 @@ def test_exit(cases, name):
     assert all(row["measured_speedup"] is None for row in results.meta["exits"])
 
 
+@pytest.mark.parametrize("disk", [("model.embed_tokens",), ("lm_head",), ("model", "lm_head")])
+def test_weights_on_disk_change_no_number(cases, disk):
+    case = cases("llama")
+    places = dict.fromkeys(("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places = {name: "disk" if name.startswith(disk) else place for name, place in places.items()}
+    options = {"tokenizer": case.tokenizer, "sequence_length": LENGTH, "batch_size": 3, "lens_tokens": None}
+    results = fulldepth.measure(str(case.path), str(case.data), measures=["lens_loss"], device_map=places, **options)
+    predicted = torch.from_numpy(case.samples).log_softmax(-1)  # [N, L, V]
+    expected = -predicted[torch.arange(len(predicted)), :, case.targets].mean(0)
+    assert results.values("lens_loss", "mean").tolist()[-LAYERS:] == pytest.approx(expected.tolist(), rel=1e-5)
+
+
 def middle(case, rule):
     """A threshold that half of the predictions of layer 1 exceed."""
     return float(np.median([plain.certainty(list(sample[0]), rule) for sample in case.samples.tolist()]))
