@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import reading
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates
-from fulldepth.hf.file_checks import stored_file
+from fulldepth.hf.file_checks import locate
 from fulldepth.hf.modes import device_of
 
 HEADS = "exit_heads"
@@ -257,8 +257,12 @@ def save_exit_heads(model: nn.Module, folder: str | Path, tensors: dict[str, Ten
 
 
 def find_exit_heads(name: str | Path, revision: str | None = None) -> Path | None:
-    """Return the file of a checkpoint's exit heads (in its folder, or in the Hub's local cache); None without one."""
-    return stored_file(str(name), EXIT_HEADS, revision)
+    """Return the file of a checkpoint's exit heads, in its folder or downloaded from the Hub; None without one.
+
+    Raises:
+        FulldepthError: as `locate`.
+    """
+    return None if Path(name).is_file() else locate(str(name), EXIT_HEADS, revision)  # a GGUF file has none beside it
 
 
 def load_exit_heads(model: PreTrainedModel, path: str | Path) -> None:
