@@ -66,10 +66,30 @@ def test_other_folders(tmp_path):
         save(tmp_path / "a" / name / "1.png", number)
         save(tmp_path / "b" / f"{name}.png", number)
         save(tmp_path / "c" / "around" / "train" / name / "1.png", number)
+        save(tmp_path / "d" / ("train", "car")[number] / "1.png", number)
+        save(tmp_path / "e" / ("test", "val")[number] / "1.png", number)
+        save(tmp_path / "f" / ("train", "more")[number] / "x" / "1.png", number)
     assert pixels(open_source(tmp_path / "a").records) == [(0, 0), (1, 1)]
     assert [r.label for r in open_source(tmp_path / "b").records] == [None, None]
+    for folder, options, expected in (
+        ("d", {}, [(1, 0), (0, 1)]),  # a class may be called train
+        ("d", {"split": "train"}, [(0, None)]),
+        ("e", {}, [(1, None)]),
+        ("f", {}, [(0, 0)]),
+    ):
+        assert pixels(open_source(tmp_path / folder, **options).records) == expected
     save(tmp_path / "c" / "__MACOSX" / "train" / "x" / "0.png", 3)
     assert [r.label for r in open_source(tmp_path / "c").records] == [0, 1]
+
+
+def test_a_folder_of_text_with_a_picture_is_refused_and_both_are_named(tmp_path):
+    text, picture = tmp_path / "d.jsonl", tmp_path / "figures" / "fig.png"
+    text.write_text('{"text": "a"}\n')
+    save(picture, 1)
+    with refused(r"images \(figures/fig.png\) and text \(d.jsonl\)"):
+        open_source(tmp_path)
+    save(tmp_path / "more" / "fig.png", 1)
+    assert pixels(open_source(tmp_path).records) == [(1, 0), (1, 1)]  # a table beside class folders
 
 
 def test_images_from_mappings_and_datasets(tmp_path):

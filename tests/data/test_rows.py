@@ -75,6 +75,13 @@ def test_blank_lines_are_no_rows_of_a_sample(chunk, tmp_path, monkeypatch):
             assert len(opened) == len(texts)
             assert [row["text"] for _, row in opened.rows(numbers=[0, 3, 8])] == [texts[i] for i in (0, 3, 8)]
             assert len(open_source(path, limit=5)) == 5
+    spaces = "\u00a0\u3000"  # white space outside ASCII is the text of a row
+    rows = ["", "text\tsecond", "w1\tx", f"{spaces}\t{spaces}", "w2\tx"]
+    for name, start in (("spaces.tsv", ""), ("marked.tsv", "\ufeff")):
+        opened = open_data(write(tmp_path / name, start + "\n".join(rows)))
+        assert len(opened) == 3
+        for chosen in (None, [0, 1, 2]):
+            assert [row["text"] for _, row in opened.rows(numbers=chosen)] == ["w1", spaces, "w2"]
     damaged = write(tmp_path / "b.jsonl", '{"text": "w"}\n\0\0\n')  # the end of a file after a crash is no blank line
     with refused("not a text file"):
         open_source(damaged, limit=5)

@@ -5,10 +5,13 @@ The oracle (`language_heads.Plain`) is stock transformers in float64, one text a
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 import transformers as tf
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -18,7 +21,7 @@ from exit.language_heads import ENCODERS, FAMILIES, HEADS, Plain, texts, write
 from exit.test_sweep import RULES, check
 from fulldepth.data import open_source, prepare
 from fulldepth.exit import Decoder, export_layers, sweep
-from fulldepth.hf import open_model, save_exit_heads, truncated
+from fulldepth.hf import exit_heads_of, open_model, save_exit_heads, truncated
 from fulldepth.losses import Objective
 from marks import thorough
 from refusals import refused
@@ -95,6 +98,37 @@ def test_exit(cases, name):
     check(results, samples, case.targets, 1)
     assert all(any(row["exits"][layer] for row in results.meta["exits"]) for layer in range(LAYERS))
     assert all(row["measured_speedup"] is None for row in results.meta["exits"])
+
+
+@pytest.mark.parametrize("disk", [("model.embed_tokens",), ("lm_head",), ("model", "lm_head")])
+def test_weights_on_disk_change_no_number(cases, disk):
+    case = cases("llama")
+    places = dict.fromkeys(("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places = {name: "disk" if name.startswith(disk) else place for name, place in places.items()}
+    options = {"tokenizer": case.tokenizer, "sequence_length": LENGTH, "batch_size": 3, "lens_tokens": None}
+    results = fulldepth.measure(str(case.path), str(case.data), measures=["lens_loss"], device_map=places, **options)
+    predicted = torch.from_numpy(case.samples).log_softmax(-1)  # [N, L, V]
+    expected = -predicted[torch.arange(len(predicted)), :, case.targets].mean(0)
+    assert results.values("lens_loss", "mean").tolist()[-LAYERS:] == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_exit_heads_of_the_hub_are_downloaded_with_the_model(cases, tmp_path, monkeypatch):
+    case, snapshot = cases("llama"), tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
+
+    def download(repository, name, **options):
+        if not (case.path / name).exists():
+            raise EntryNotFoundError(name)
+        snapshot.mkdir(parents=True, exist_ok=True)
+        shutil.copy(case.path / name, snapshot / name)
+
+    (tmp_path / "models--some--model" / "refs").mkdir(parents=True)
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", download)
+    heads = exit_heads_of(open_model("some/model", exit_heads=True).model)
+    stored = load_file(case.path / HEADS)
+    assert {f"exit_heads.{layer}.weight" for layer in heads} == set(stored)
+    assert all(torch.equal(head.weight, stored[f"exit_heads.{layer}.weight"]) for layer, head in heads.items())
 
 
 def middle(case, rule):

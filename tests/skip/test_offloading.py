@@ -9,7 +9,9 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 
+from fulldepth.execution import find_anatomy
 from fulldepth.execution.flops import Variant
+from fulldepth.execution.latency import Runner, random_tokens
 from fulldepth.execution.memory import AllocationTracker
 from fulldepth.execution.scoring import Scorer, make_batches
 from fulldepth.execution.verify import prove
@@ -59,6 +61,13 @@ def test_the_plan_is_that_of_the_model_in_memory(model, folder):
     assert (found.blocks, found.model.hash) == (expected.blocks, expected.model.hash)
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
     assert found.healed_loss == pytest.approx(expected.healed_loss, rel=1e-6)
+
+
+def test_timed_tokens_are_those_of_the_model_in_memory(model, folder):
+    split = load_checkpoint(folder, device_map={"": "disk"}).model
+    ids = random_tokens(find_anatomy(split), 2, 8, seed=0)
+    with torch.no_grad():
+        torch.testing.assert_close(Runner(split).run(ids, 5)[-1], model(ids).logits[:, -1])
 
 
 def test_a_training_step_holds_the_weights_of_one_block_at_a_time(tmp_path):

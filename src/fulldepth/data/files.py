@@ -37,8 +37,11 @@ LONGEST_LINE = 64 << 20
 SPARE_BYTES = 1 << 30
 EXPANSION = 200
 """Limit of a decompressed file: `SPARE_BYTES` plus `EXPANSION` times its compressed size."""
-IS_TEXT = np.array([not chr(byte).isspace() for byte in range(128)] + [True] * 128)
+WHITE = "".join(chr(byte) for byte in range(128) if chr(byte).isspace())
+"""White space in ASCII. A line of nothing else is blank."""
+IS_TEXT = np.array([chr(byte) not in WHITE for byte in range(256)])
 """Whether a byte of UTF-8 is no ASCII white space."""
+BYTE_ORDER_MARK = "\ufeff".encode()
 CHUNK = 16 << 20
 """Bytes of a file that are searched for line ends at a time."""
 BATCH_ROWS = 1 << 14
@@ -101,16 +104,16 @@ def read_rows(path: Path, choose: Choice | None = None, numbers: Sequence[int] |
     else:
         names: list[str] = []
         wanted = None if numbers is None else [0, *(number + 1 for number in numbers)]
-        for where, line in _lines(path, wanted, blank=True):
+        for where, line in _lines(path, wanted):
             cells = line.rstrip("\n").split("\t")
             if not names:
                 names = cells
                 if len(set(names)) < len(names):
                     raise FulldepthError(f"{where}: two columns have the same name. It has: {names_of(names)}.")
-            elif line.strip():
-                if len(cells) != len(names):
-                    raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {names_of(names)}.")
-                yield where, dict(zip(names, cells, strict=True))
+                continue
+            if len(cells) != len(names):
+                raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {names_of(names)}.")
+            yield where, dict(zip(names, cells, strict=True))
 
 
 def text_lines(path: Path) -> Iterator[str]:
@@ -132,7 +135,7 @@ def _lines(path: Path, numbers: Sequence[int] | None = None, *, blank: bool = Fa
                 raise FulldepthError(f"Cannot read {path}: it has a line of more than {LONGEST_LINE >> 20} MiB.")
             text = _decode(line, path, position)
             empty = empty and not text.strip()
-            if blank or text.strip():
+            if blank or text.strip(WHITE):
                 yield f"{path.name} line {number + 1}", text
     if empty:
         raise FulldepthError(f"{path} is empty: it has {path.stat().st_size} bytes and no text.")
@@ -157,8 +160,11 @@ def _line_starts(path: Path, size: int, changed: int) -> np.ndarray:
     filled = []  # whether a byte of each line is no white space
     last = False
     with path.open("rb") as file:
+        mark = len(BYTE_ORDER_MARK) if file.read(3) == BYTE_ORDER_MARK else 0
+        file.seek(0)
         for position in range(0, size, CHUNK):
-            content = np.frombuffer(file.read(CHUNK), np.uint8)
+            content = np.frombuffer(bytearray(file.read(CHUNK)), np.uint8)
+            content[: max(0, mark - position)] = ord(" ")
             ends = np.flatnonzero(content == ord("\n"))
             starts.append(ends + position + 1)
             parts = np.logical_or.reduceat(IS_TEXT[content], np.append(0, ends))  # but the first begin with a line end

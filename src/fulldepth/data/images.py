@@ -121,7 +121,8 @@ def folder_images(
 ) -> tuple[str, list[dict[str, Any]], tuple[str, ...]] | None:
     """The images below a folder, `[train|validation|test/]class/file`; the classes are in sorted order of their names.
 
-    Without `split`, the first of `SPLITS` that exists (if not `held_out`, `train` before all others).
+    Without `split`, the first of `SPLITS` that exists (if not `held_out`, `train` before all others). Beside folders of
+    other names, a folder of such a name is a split only if it holds folders: `train` may be a class beside `car`.
 
     Returns:
         Name; rows with `image` (a `StoredImage`) and `label` (class index, or None); and names of the classes. None if
@@ -143,10 +144,11 @@ def folder_images(
 
     one_root = len({f.parts[0] for f in images}) == 1 and all(len(f.parts) > 2 for f in images)
     depth = int(one_root and folder(images[0], 0) not in SPLITS)  # a single folder may contain everything
-    splits = {name for f in images if (name := folder(f, depth)) in SPLITS}
-    if split is None:
+    names = {name for f in images if (name := folder(f, depth)) is not None}
+    splits = names.intersection(SPLITS)
+    if split is None and (names == splits or any(folder(f, depth) in splits and folder(f, depth + 1) for f in images)):
         split = next((s for s in (SPLITS if held_out else ("train", *SPLITS)) if s in splits), None)
-    elif split not in splits:
+    elif split not in (None, *splits):
         raise FulldepthError(f"{path.name} has no split {split!r}. It has: {', '.join(sorted(splits)) or 'no splits'}.")
     if split is not None:
         images = [f for f in images if folder(f, depth) == split]

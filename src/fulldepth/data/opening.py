@@ -281,6 +281,8 @@ def open_data(
             return Opened(path.name, items=rows, labels=classes, warnings=warnings)
         if images and path.is_dir() and (images_found := folder_images(path, split, held_out=held_out)):
             title, rows, classes = images_found
+            if title == path.name and len(classes) < 2:  # neither splits nor classes
+                _refuse_mixed(path, suffixes, rows[0]["image"].name)
             return Opened(title, items=rows, labels=classes)
         if split is not None or config is not None:
             raise FulldepthError(f"{path} has no splits and no configurations. Leave out {split or config!r}.")
@@ -293,6 +295,16 @@ def open_data(
     if path.suffix.lower() in (*SUFFIXES, ".json") or HUB_NAME.fullmatch(name) is None:
         raise FulldepthError(f"There is no file or folder {one_line(name)}. Expected {', '.join(expected)}.")
     return _open_hub(name, config, split, held_out, streaming, expected)
+
+
+def _refuse_mixed(path: Path, suffixes: Sequence[str], image: str) -> None:
+    """Refuse a folder of images that also holds files of text: either could be meant."""
+    texts = (f for f in sorted(folder_files(path)) if f.suffix.lower() in suffixes and not f.name.startswith("."))
+    if (text := next(texts, None)) is not None:
+        raise FulldepthError(
+            f"{path} holds images ({one_line(image, 100)}) and text ({one_line(text.relative_to(path), 100)}). "
+            "Give one of them, in a file or folder of its own."
+        )
 
 
 def _open_hub(

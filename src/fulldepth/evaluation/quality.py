@@ -65,7 +65,7 @@ class Quality:
         self.windows, self.clusters = self._windows()
         self.embedder: Embedder | None = None
         if settings.embedder is not None:
-            device = model.subject.model.device
+            device = model.subject.device
             self.embedder = Embedder(settings.embedder, device, trust_remote_code=settings.trust_remote_code)
         # what the numbers depend on beside settings and model
         self.content: list[Any] = [self.windows.tolist(), self.embedder and self.embedder.identity]
@@ -132,7 +132,7 @@ class Quality:
 
     def _batches(self) -> Iterator[Tensor]:
         for batch in self.windows.split(self.settings.batch_size):
-            yield batch.to(self.subject.model.device)
+            yield batch.to(self.subject.device)
 
     @torch.no_grad()
     def _data_rows(self) -> list[Row]:
@@ -184,7 +184,7 @@ class Quality:
         model = subject.model if layer == subject.anatomy.num_layers else truncated(subject.anatomy, layer)
         texts: list[str] = []
         likelihoods: list[float] = []
-        device = subject.model.device
+        device = subject.device
         stated: Any = getattr(model.generation_config, "eos_token_id", None)  # tokens that end a text
         ends = [] if stated is None else list(stated) if isinstance(stated, list | tuple) else [int(stated)]
         padding = next((p for p in (subject.tokenizer.pad_token_id, *ends) if p is not None), 0)

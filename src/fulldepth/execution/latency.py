@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.core.distributed import current
 from fulldepth.core.errors import FulldepthError
-from fulldepth.hf import Anatomy, cache_argument, cache_in
+from fulldepth.hf import Anatomy, cache_argument, cache_in, device_of
 
 PHASES = ("prefill", "decode")
 
@@ -122,7 +122,7 @@ def random_tokens(anatomy: Anatomy, batch: int, length: int, seed: int) -> Tenso
     """[batch, length] random tokens on the model's device, the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, anatomy.vocab_size or 1, (batch, length), generator=generator)
-    return ids.to(anatomy.model.device)
+    return ids.to(device_of(anatomy.model))
 
 
 def time_in_rounds(

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import reading
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates
-from fulldepth.hf.file_checks import stored_file
+from fulldepth.hf.file_checks import locate
+from fulldepth.hf.modes import device_of
 
 HEADS = "exit_heads"
 """Module of the model that holds the heads: `exit_heads.LAYER.weight` in its state dict and in the file."""
@@ -115,9 +116,9 @@ def layer_heads(anatomy: Anatomy) -> dict[int, nn.Module]:
         return {}
     check_exit_heads(anatomy)
     module, inner, output = output_layer(anatomy)
-    if not output.weight.is_meta:
-        for head in heads.values():
-            head.to(output.weight.device)
+    for head in heads.values():
+        if not head.weight.is_meta:  # type: ignore[union-attr]
+            head.to(device_of(output))
     return {layer: HeadOfLayer(module, inner, head) if inner else head for layer, head in heads.items()}
 
 
@@ -256,8 +257,12 @@ def save_exit_heads(model: nn.Module, folder: str | Path, tensors: dict[str, Ten
 
 
 def find_exit_heads(name: str | Path, revision: str | None = None) -> Path | None:
-    """Return the file of a checkpoint's exit heads (in its folder, or in the Hub's local cache); None without one."""
-    return stored_file(str(name), EXIT_HEADS, revision)
+    """Return the file of a checkpoint's exit heads, in its folder or downloaded from the Hub; None without one.
+
+    Raises:
+        FulldepthError: as `locate`.
+    """
+    return None if Path(name).is_file() else locate(str(name), EXIT_HEADS, revision)  # a GGUF file has none beside it
 
 
 def load_exit_heads(model: PreTrainedModel, path: str | Path) -> None:
@@ -272,7 +277,7 @@ def load_exit_heads(model: PreTrainedModel, path: str | Path) -> None:
             they do not fit the model.
     """
     stored = _read(path)
-    _attach(model, stored, model.device, model.dtype)
+    _attach(model, stored, device_of(model), model.dtype)
     try:
         check_exit_heads(*anatomy_candidates(model))
     except FulldepthError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,8 +55,21 @@ def silent(level: int = logging.CRITICAL) -> Iterator[None]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's inputs: that of its first loaded weights."""
-    return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    """Return the device of a model's inputs: that of its first loaded weights.
+
+    If all are offloaded, it is the first device on which accelerate runs a module; else the CPU.
+    """
+    loaded = (parameter.device for parameter in model.parameters() if parameter.device.type != "meta")
+    hooks = (hook for module in model.modules() for hook in _hooks(module))
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    runs_on = (torch.device(device) for device in devices if device is not None)
+    return next(chain(loaded, runs_on), torch.device("cpu"))
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    """Return the hooks that accelerate attached to a module."""
+    outer: Any = getattr(module, "_hf_hook", None)
+    return tuple(getattr(outer, "hooks", () if outer is None else (outer,)))
 
 
 def is_offloaded(model: nn.Module) -> bool:
@@ -73,8 +87,7 @@ def in_memory(module: nn.Module) -> Iterator[None]:
     loaded: list[tuple[Any, nn.Module]] = []
     try:
         for part in module.modules():
-            outer: Any = getattr(part, "_hf_hook", None)
-            for hook in getattr(outer, "hooks", (outer,)):
+            for hook in _hooks(part):
                 if getattr(hook, "offload", False):
                     loaded.append((hook, part))
                     hook.pre_forward(part)

@@ -62,6 +62,7 @@ from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
 from fulldepth.execution.scoring import LOSS
 from fulldepth.hf import (
     Checkpoint,
+    device_of,
     evaluating,
     find_gguf,
     open_tokenizer,
@@ -280,8 +281,8 @@ def _check_together(entries: Sequence[BenchedModel], settings: BenchSettings) ->
     first: Any = entries[0].model
     for entry in entries[1:]:
         model = entry.model
-        if isinstance(model, PreTrainedModel) and model.device != first.device:
-            raise FulldepthError(f"{entry.label} is on {model.device}, the original on {first.device}.")
+        if isinstance(model, PreTrainedModel) and device_of(model) != device_of(first):
+            raise FulldepthError(f"{entry.label} is on {device_of(model)}, the original on {device_of(first)}.")
         if vocabulary(model) != vocabulary(first):
             raise FulldepthError(
                 f"{entry.label} has a vocabulary of {vocabulary(model)}, the original of {vocabulary(first)}: not the "
