@@ -20,7 +20,7 @@ from fulldepth.reporting.figures import records
 from fulldepth.reporting.kinds import KINDS
 from fulldepth.results import tabulate
 from reporting import plotted, synthetic
-from reporting.synthetic import payload_of
+from reporting.synthetic import payload_of, versus
 
 WRITTEN = json.loads(gzip.decompress(plotted.FILE.read_bytes()))
 
@@ -93,6 +93,39 @@ def test_maps(results, comparison):
     once = results.table[~((results.table.measure == "cka") & (results.table.layer > results.table.other))]
     cells = np.array(build(once, results.meta)["cka"].data[0].z, dtype=float)
     assert_array_equal(cells, cells.T)  # a pair that is given once holds for both orders
+
+
+@pytest.mark.parametrize(
+    ("figure", "column", "site"),
+    [
+        ("retrieval_weight:b", "value", "routing"),
+        ("difference_retrieval_weight", "difference", "routing"),
+        ("retrieval_by_head:b, Head 3", "value", "head_3"),
+        ("difference_retrieval_by_head:b, Head 3", "difference", "head_3"),
+    ],
+)
+def test_compared_maps_of_retrieval_are_the_table(figure, column, site):
+    one, other = plotted.memory(), plotted.memory()
+    other.table["value"] = other.table["value"] * 1.5
+    compared = versus(one, other)
+    drawn = compared.figures()
+    (heatmap,) = (drawn.get(figure) or drawn[f"{figure}:b"]).data
+    rows = compared.table.query(
+        f"model == 'b' and measure == 'retrieval_weight' and statistic == 'share' and site == '{site}'"
+    )
+    cells = {
+        (column, row): value
+        for row, values in zip(heatmap.y, heatmap.z, strict=True)
+        for column, value in zip(heatmap.x, values, strict=True)
+        if value is not None
+    }
+    assert cells == pytest.approx(dict(zip(zip(rows.layer, rows.other, strict=True), rows[column], strict=True)))
+
+
+def test_effects_of_several_models_have_their_errors():
+    compared = versus(synthetic.removal(), synthetic.removal())
+    bars = compared.figures()["effect_output"].data[1].error_y.array
+    assert list(bars) == [0.005] * 12  # as `effect_rows` states them
 
 
 def test_one_line_a_model(comparison):

@@ -132,6 +132,19 @@ def test_other_depths_meet_at_relative_depth():
     assert any("6 and 12 layers" in line for line in found.meta["warnings"])
 
 
+@pytest.mark.parametrize("depth", ["layer", "relative"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_headline_numbers_of_last_layers_are_of_the_last_layer_of_each_group(depth, swapped):
+    groups = (group("half", 0.1, 3.4, {}, range(3), layers=6), methods()[1][:3])
+    first, second = groups[::-1] if swapped else groups
+    tests = by_name(compare(first, against=second, depth=depth))
+    places = {"last_layer_displacement": ("displacement", 0), "zeta_L": ("jump_rate", 0), "zeta_L-2": ("jump_rate", 2)}
+    for name, (measured, back) in places.items():
+        own, base = (values(runs, measured, runs[0].meta["model"]["num_layers"] - back) for runs in (first, second))
+        assert (tests[name]["value"], tests[name]["against"]) == (pytest.approx(own.mean()), pytest.approx(base.mean()))
+        assert tests[name]["p"] == pytest.approx(stats.ttest_rel(own, base).pvalue, rel=1e-6)
+
+
 def changed(runs, part, **changes):
     for run in runs:
         run.meta[part] = {**run.meta[part], **changes}

@@ -139,6 +139,16 @@ def test_influences_are_interpolated_like_the_values():
     assert_allclose(found, ratio_error(deep - base, weights[:, None]), rtol=1e-5)
 
 
+@pytest.mark.parametrize("depth", ["layer", "relative"])
+def test_the_error_of_last_layers_is_that_of_last_layers(depth):
+    """A model of 4 layers against one of 6: its layer 4 is compared with layer 6, and not with layer 4."""
+    six, _, (deep, _), weights, documents = two_models(6, 0.0, count=24, layers=6)
+    shallow = deep[:, [0, 2, 3, 5]] + np.random.default_rng(6).normal(0, 1.0, (24, 4))
+    found = versus(six, result(shallow, weights, documents), depth=depth).headline["last_layer_displacement:b"]
+    assert found["value"] == pytest.approx((shallow[:, 3] - deep[:, 5]).sum() / weights.sum())
+    assert found["standard_error"] == pytest.approx(of_ratio(documents, shallow[:, 3] - deep[:, 5], weights), rel=1e-5)
+
+
 def depths(seed, shift=2):
     """Two models on the same 60 documents; their accuracy rises to 0.5 at layer 8 and layer 8 + `shift`."""
     rng = np.random.default_rng(seed)

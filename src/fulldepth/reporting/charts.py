@@ -297,7 +297,7 @@ def overlay(record: Figure, line: Line, source: PageSource, several: bool = Fals
             pairs = min(len(entry.get("seeds") or ()) for entry in source.meta["models"]) if groups else 0
             reach = quantile(pairs) if groups else 2.0
             errors = replace(errors, values=[None if error is None else reach * error for error in errors.values])
-        elif not difference and line.errors.endswith(("stderr", "standard_error")):
+        elif line.errors and line.errors != "std":
             errors = record.values(line, run.table, run.layers, line.errors)
         run_curve = record.values(line, run.table, run.layers)
         across = [at / run.layers for at in run_curve.at] if relative else []
@@ -342,8 +342,12 @@ def maps(record: Figure, source: PageSource) -> Figures:
             if len(cells)
         )
     difference = record.column == "difference"
-    first = record.maps[0]
-    cells = {run.name: _cells(record, first, run.table)[0] for run in source.with_column(record.column)}
+    every = [*record.maps[0].expanded(source.table)]
+    cells = {
+        f"{run.name}, {reading.variant}" if len(every) > 1 else run.name: _cells(record, reading, run.table)[0]
+        for reading in every
+        for run in source.with_column(record.column)
+    }
     settings: dict[str, Any] = {}
     if difference:  # one colour scale for all
         largest = max(
@@ -355,7 +359,7 @@ def maps(record: Figure, source: PageSource) -> Figures:
         settings = {"low": -extent, "high": extent, "difference": True, "quantity": "difference", "subtitle": reading}
         settings["title"] = f"{record.title}: difference from the baseline"
     return {
-        name: _heat(record, first, cells_of_model, None, variant=name, beside=True, **settings)
+        name: _heat(record, record.maps[0], cells_of_model, None, variant=name, beside=len(every) == 1, **settings)
         for name, cells_of_model in cells.items()
         if len(cells_of_model)
     }
@@ -385,7 +389,7 @@ def _cells(record: Figure, reading: Reading, table: pd.DataFrame) -> tuple[pd.Da
     """The cells of a map, and the names of its rows (None if the rows are layers)."""
     rows = select(table, reading.measure, reading.statistic, reading.site).dropna(subset=["layer", "other"])
     if record.turned:
-        cells = grid(rows, rows["other"], rows["layer"])
+        cells = grid(rows, rows["other"], rows["layer"], record.column)
         return cells, [*map(str, cells.index)]
     if reading.site == "residual":  # the table may hold each pair once, in one order
         rows = pd.concat([rows.assign(layer=rows["other"], other=rows["layer"]), rows])

@@ -216,6 +216,7 @@ def _side_by_side(
             base = counterparts(rows, depth_of_results(result), baseline.table, depth_of_results(baseline), depth)
             rows["difference"] = rows["value"] - base[:, 0]
             rows["difference_error"] = difference_errors(result, baseline, depth)
+            rows["error_at_last"] = difference_errors(result, baseline, "relative")  # last layer against last layer
             models[-1]["paired"] = is_paired(result, baseline)
             intervals |= {(name, label): step_interval(name, result, baseline) for name in STEPS}
         tables.append(rows)
@@ -224,7 +225,7 @@ def _side_by_side(
         "headline": verdict.comparison_headline(table, models, intervals),
         "warnings": verdict.comparison_warnings(table, models),
     }
-    return table, {"models": models, **texts} | ({"of": kind.name} if kind.held else {})
+    return table.drop(columns="error_at_last"), {"models": models, **texts} | ({"of": kind.name} if kind.held else {})
 
 
 def _read(result: Results) -> dict[str, Any]:

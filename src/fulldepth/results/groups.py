@@ -126,14 +126,19 @@ def compare_groups(
     if step is not None:
         lines += _notes_on_runs(members, step)
     rows = []
+    aligned_at_ends = []
     for index, seed in enumerate(seeds):
         first, second = tables[2 * index : 2 * index + 2]
         paired = counterparts(first, depths[0], second, depths[1], depth)[:, 0]
-        rows.append(first.assign(model=labels[0], seed=seed, difference=first["value"] - paired, against=paired))
+        from_last = counterparts(first, depths[0], second, depths[1], "relative")[:, 0]
+        named = first.assign(model=labels[0], seed=seed)
+        rows.append(named.assign(difference=first["value"] - paired, against=paired))
         rows.append(second.assign(model=labels[1], seed=seed, difference=float("nan")))
+        aligned_at_ends.append(named.assign(difference=first["value"] - from_last, against=from_last))
     every = pd.concat(rows, ignore_index=True).astype({"seed": "Int64"})
     tests = _tests(every[every["model"] == labels[0]])
-    findings = list(_headline(tests, depths[0], labels, claims))
+    last_layers = _tests(pd.concat(aligned_at_ends, ignore_index=True))  # last against last, whatever `depth` is
+    findings = list(_headline(last_layers, depths[0], labels, claims))
     headline = {test["name"]: finding for test, finding in findings} | dict(_redundancy(tests, labels))
     remarks: dict[str, list[str]] = {}
     for member in members:

@@ -98,7 +98,7 @@ def comparison_headline(
     A model that is not comparable with the baseline has a single finding, the reason. Such findings come first.
 
     Args:
-        table: the comparison's table.
+        table: the comparison's table, with the errors of differences that align last layers as `error_at_last`.
         models: the entries of `meta["models"]`.
         intervals: intervals of the numbers without a standard error.
     """
@@ -186,7 +186,7 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
         if row is None or base_row is None:
             continue
         difference = float(row["value"] - base_row["value"])
-        error = float(row["difference_error"]) or math.nan  # an error of 0 says nothing of other data
+        error = float(row["error_at_last"]) or math.nan  # an error of 0 says nothing of other data
         interval = intervals.get((name, model["label"]))
         spread = SIGNIFICANT * error
         low, high = (interval.low, interval.high) if interval else (difference - spread, difference + spread)
@@ -211,7 +211,7 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
             f"{rounded(base_row['value'], '.3g')}{unit} in {baseline['label']}; {verdict}."
         )
         stated = None if math.isnan(error) else error
-        reason = NO_SPREAD if row["difference_error"] == 0 else None
+        reason = NO_SPREAD if row["error_at_last"] == 0 else None
         ends_of = (low, high) if interval else None
         yield name, Finding(difference, row["unit"], sentence, stated, interval=ends_of, no_standard_error=reason)
 
