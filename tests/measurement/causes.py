@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pytest
 import torch
 import transformers as tf
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -50,6 +51,8 @@ class Family:
     mlp: str = "mlp"
     parallel: bool = False
     separate: bool = True  # whether attention and MLP are modules that return what they add, without the stream
+    serial: bool = True  # whether a block reads the stream that the block before returns, and nothing else
+    gain: float = 1.0  # what the block multiplies the outputs of these modules by before it adds them
 
     def build(self, seed=0):
         """A random model in float64 whose every part matters: large matrices, gains and biases away from 1 and 0."""
@@ -72,8 +75,15 @@ FAMILIES = {
     "mistral": Family(tf.MistralForCausalLM, {**GROUPED, "sliding_window": None}),
     "qwen3": Family(tf.Qwen3ForCausalLM, GROUPED),
     "gemma2": Family(tf.Gemma2ForCausalLM, {**GROUPED, **WINDOWED}, **POST_NORM),
+    "gemma3": Family(tf.Gemma3ForCausalLM, {**GROUPED, **WINDOWED}, **POST_NORM),
     "olmo2": Family(tf.Olmo2ForCausalLM, {**PLAIN, "num_key_value_heads": 2}, **POST_NORM),
     "glm4": Family(tf.Glm4ForCausalLM, GROUPED, attention="post_self_attn_layernorm", mlp="post_mlp_layernorm"),
+    "granite": Family(
+        tf.GraniteForCausalLM,
+        {**PLAIN, "num_key_value_heads": 2, "residual_multiplier": 0.3, "logits_scaling": 4.0},
+        gain=0.3,
+    ),
+    "cohere": Family(tf.CohereForCausalLM, {**PLAIN, "num_key_value_heads": 2, "logit_scale": 0.25}, parallel=True),
     "phi": Family(tf.PhiForCausalLM, PLAIN, parallel=True),
     "gpt_neox": Family(tf.GPTNeoXForCausalLM, PLAIN, "gpt_neox.layers", "attention", parallel=True),
     "gpt2": Family(
@@ -105,6 +115,13 @@ FAMILIES = {
     ),
 }
 """Pre-norm, parallel, post-norm branches; rotary, learned and ALiBi positions."""
+DESIGNS = {"llama", "gemma2", "gpt_neox", "gpt2"}
+"""Pre-norm, post-norm branches, parallel, biases and learned positions; the other families are slow tests."""
+
+
+def marked(names):
+    """Parameters of a test, those outside `DESIGNS` marked slow."""
+    return [pytest.param(name, marks=() if name in DESIGNS else pytest.mark.slow) for name in names]
 
 
 def tokenizer():
@@ -171,8 +188,11 @@ def hooked(*handles):
             handle.remove()
 
 
-def skip_hook(model, family, part, layer, start, stop):
-    """Hook under which `part` of `layer` (1-based) adds nothing at the positions start..stop - 1 (0-based)."""
+def skip_hooks(model, family, part, layer, start, stop):
+    """Hooks under which `part` of `layer` (1-based) adds nothing at the positions start..stop - 1 (0-based).
+
+    A layer that reads more than the stream before it is skipped by skipping its attention and its MLP.
+    """
     block = model.get_submodule(family.blocks)[layer - 1]
 
     def zeros(module, args, output):
@@ -186,9 +206,10 @@ def skip_hook(model, family, part, layer, start, stop):
         states[:, start:stop] = before[:, start:stop]
         return with_first(output, states)
 
-    if part == "layer":
-        return block.register_forward_hook(unchanged, with_kwargs=True)
-    return block.get_submodule(getattr(family, part)).register_forward_hook(zeros)
+    if part == "layer" and family.serial:
+        return [block.register_forward_hook(unchanged, with_kwargs=True)]
+    paths = [family.attention, family.mlp] if part == "layer" else [getattr(family, part)]
+    return [block.get_submodule(path).register_forward_hook(zeros) for path in paths]
 
 
 @torch.no_grad()
@@ -196,19 +217,22 @@ def run(model, family, ids, *skip):
     """One document with, or without, `skip` = (part, layer, start, stop): states [L+1, T, D] and logits [T, V]."""
     blocks = model.get_submodule(family.blocks)
     states: dict[int, torch.Tensor] = {}
-    handles = [skip_hook(model, family, *skip)] if skip else []
+    handles = skip_hooks(model, family, *skip) if skip else []
 
-    def reads(index):
-        def hook(module, args, kwargs):
-            states[index] = (args[0] if args else kwargs["hidden_states"])[0].clone()
+    def stream(tensor):  # [T, D]; Hyper-Connections have [T, N, D] parallel streams, whose sum is read
+        return tensor[0].clone() if tensor.ndim == 3 else tensor[0].sum(-2)
+
+    def reads(module, args, kwargs):
+        states[0] = stream(args[0] if args else kwargs["hidden_states"])
+
+    def gives(index):
+        def hook(module, args, output):
+            states[index] = stream(first(output))
 
         return hook
 
-    def gives(module, args, output):
-        states[len(blocks)] = first(output)[0].clone()
-
-    handles += [block.register_forward_pre_hook(reads(n), with_kwargs=True) for n, block in enumerate(blocks)]
-    handles.append(blocks[-1].register_forward_hook(gives))
+    handles.append(blocks[0].register_forward_pre_hook(reads, with_kwargs=True))
+    handles += [block.register_forward_hook(gives(n)) for n, block in enumerate(blocks, start=1)]
     with hooked(*handles):
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     return torch.stack([states[n] for n in range(len(blocks) + 1)]).numpy(), logits.double().numpy()
@@ -348,7 +372,7 @@ def branches(model, family, ids):
             )
     with hooked(*handles):
         model(input_ids=torch.tensor([ids]), use_cache=False)
-    return (torch.stack(added[part]).numpy() for part in ("attention", "mlp"))
+    return (family.gain * torch.stack(added[part]).numpy() for part in ("attention", "mlp"))
 
 
 def contributions(model, family, documents, begin=0):
@@ -404,50 +428,3 @@ def predicted(model, family, documents, states):
         right.append((logs.argmax(-1) == targets).astype(float))
         losses.append(-logs[np.arange(len(targets)), targets])
     return right, losses
-
-
-def scaled_llama(weights, config, ids, skipped=()):
-    """Logits [T, V] of a Llama whose norms of layer l (1-based) give `norm / sqrt(l)`, written out; float64.
-
-    Args:
-        weights: name -> tensor, the names of transformers' Llama.
-        config: sizes, `rms_norm_eps` and `rope_parameters`.
-        ids: of one document.
-        skipped: layers (1-based) whose attention adds nothing.
-    """
-    heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    time = len(ids)
-
-    def weight(name):
-        return weights[name].double().numpy()
-
-    def normed(x, name):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.rms_norm_eps) * weight(name)
-
-    def turned(x):  # [H, T, width]: pairs (n, n + width / 2) turned by the angle of their position
-        rate = config.rope_parameters["rope_theta"] ** (-np.arange(0, width, 2) / width)
-        angle = np.arange(time)[:, None] * rate
-        left, right = x[..., : width // 2], x[..., width // 2 :]
-        cosine, sine = np.cos(angle), np.sin(angle)
-        return np.concatenate([left * cosine - right * sine, right * cosine + left * sine], axis=-1)
-
-    def split(x, count):  # [T, count * width] -> [count, T, width]
-        return x.reshape(time, count, width).transpose(1, 0, 2)
-
-    stream = weight("model.embed_tokens.weight")[ids]  # [T, D]
-    future = np.triu(np.ones((time, time), bool), 1)
-    for layer in range(1, config.num_hidden_layers + 1):
-        at = f"model.layers.{layer - 1}."
-        if layer not in skipped:
-            read = normed(stream, at + "input_layernorm.weight") / np.sqrt(layer)
-            query, key, value = (read @ weight(f"{at}self_attn.{n}_proj.weight").T for n in "qkv")
-            query, key, value = turned(split(query, heads)), turned(split(key, groups)), split(value, groups)
-            key, value = (np.repeat(x, heads // groups, axis=0) for x in (key, value))
-            scores = query @ key.transpose(0, 2, 1) / np.sqrt(width)
-            shares = np.exp(log_softmax(np.where(future, -np.inf, scores)))
-            mixed = (shares @ value).transpose(1, 0, 2).reshape(time, heads * width)
-            stream = stream + mixed @ weight(at + "self_attn.o_proj.weight").T
-        read = normed(stream, at + "post_attention_layernorm.weight") / np.sqrt(layer)
-        gate, up = (read @ weight(f"{at}mlp.{n}_proj.weight").T for n in ("gate", "up"))
-        stream = stream + (gate / (1 + np.exp(-gate)) * up) @ weight(at + "mlp.down_proj.weight").T
-    return normed(stream, "model.norm.weight") @ weight("lm_head.weight").T

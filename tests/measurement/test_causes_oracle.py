@@ -1,4 +1,4 @@
-"""What layers cause, against plain loops over transformers' models (`causes`), in float64, for ten families."""
+"""What layers cause, against plain loops over models of transformers and `depth_llama` (`causes`), in float64."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from numpy.testing import assert_allclose
 
 import fulldepth
+import tiny_models
+from fulldepth.architectures import DepthLlamaForCausalLM
 from measurement import causes
-from measurement.causes import FAMILIES, LAYERS
+from measurement.causes import FAMILIES, LAYERS, Family, marked
 from refusals import refused
 
 NEAR = {"rtol": 1e-8, "atol": 1e-11}
 PARTS = ["layer", "attention", "mlp"]
 SEPARATE = [name for name, family in FAMILIES.items() if family.separate]
-DESIGNS = {"llama", "gemma2", "gpt_neox", "gpt2"}
-"""Pre-norm, post-norm branches, parallel, biases and learned positions; the other families are slow tests."""
 
 
 def near(family):
@@ -114,22 +114,40 @@ def measured(model, documents, measure, **options):
 
 
 def check_effects(found, model, family, documents, part, cuts, begin=1, close=NEAR):
-    """All statistics of one part, and their standard errors by documents."""
+    """All statistics of one part, and their standard errors by documents; returns those of `effects`."""
     values, errors, sums = causes.effects(model, family, documents, part, cuts, begin)
     got = [found[statistic, part, layer, other] for statistic, layer, other in values]
     assert_allclose(got, list(values.values()), **close)
     got = [found[f"standard_error_of_{statistic}", part, layer, other] for statistic, layer, other in errors]
     assert_allclose(got, list(errors.values()), **close)
-    return {key: errors[key] for key in sums}, sums
+    return values, {key: errors[key] for key in sums}, sums
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DESIGNS else pytest.mark.slow) for name in SEPARATE]
-)
+@pytest.mark.parametrize("name", marked(SEPARATE))
 def test_layer_effect(name, documents):
     """All parts in both scopes. No document has more than four multiples of 8, the number of t that are drawn."""
     family = FAMILIES[name]
     model = family.build()
+    options = causes.reading(effect_parts=PARTS)
+    results = fulldepth.measure(model, documents, measures=["layer_effect"], **options)
+    found = causes.rows(results, "layer_effect")
+    for part in PARTS:
+        values, *_ = check_effects(found, model, family, causes.ids_of(documents), part, cuts)
+        later = [[values["mean_future", n, other] for other in range(n + 1, LAYERS + 1)] for n in range(1, LAYERS)]
+        suffix = "" if part == "layer" else f"_{part}"
+        for headline, value in (
+            ("effect_on_later", np.mean([np.mean(of_layer) for of_layer in later])),
+            ("effect_on_prediction", np.mean([values["divergence_all", n, None] for n in range(1, LAYERS + 1)])),
+        ):
+            assert_allclose(results.headline[headline + suffix]["value"], value, rtol=1e-8)
+            assert "of one layer" in results.headline[headline + suffix]["sentence"] or part == "layer"
+
+
+@pytest.mark.parametrize("design", ["tree", "static", "dynamic", "kv", "hyper"])
+def test_layer_effect_of_layers_that_read_more_than_the_one_before(design, documents):
+    """Trees, memories and Hyper-Connections: removing a layer removes both of its branches."""
+    model = tiny_models.build(f"depth_llama-{design}", dtype=torch.float64)
+    family = Family(DepthLlamaForCausalLM, {}, serial=False)
     found = measured(model, documents, "layer_effect", effect_parts=PARTS)
     for part in PARTS:
         check_effects(found, model, family, causes.ids_of(documents), part, cuts)
@@ -149,7 +167,7 @@ def test_errors_are_jackknifes_over_documents_of_one_length():
     model = family.build()
     documents = causes.texts([20] * 9)
     found = measured(model, documents, "layer_effect")
-    errors, sums = check_effects(found, model, family, causes.ids_of(documents), "layer", cuts)
+    _, errors, sums = check_effects(found, model, family, causes.ids_of(documents), "layer", cuts)
     jackknifed = [causes.jackknife_error(*of_documents) for of_documents in sums.values()]
     assert_allclose(list(errors.values()), jackknifed, **NEAR)
 
@@ -187,7 +205,7 @@ def test_layer_effect_refuses_parts_that_are_not_separate(documents):
 # What layers contribute to the stream.
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", marked(FAMILIES))
 def test_contribution(name, documents):
     """Means and errors by documents, with and without the first token."""
     family = FAMILIES[name]

@@ -1,4 +1,4 @@
-"""`layer_effect` against a plain loop in float64: stock models, their forward pass hooked by hand."""
+"""`layer_effect`: which models and sequences have it, what it costs. Its numbers: `test_causes_oracle`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,11 @@ from families import zoo
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from golden import tables
+from measurement import causes
 from refusals import refused
 
 LENGTH = 28
-PATHS = {
-    "llama": ("model.layers", "self_attn", "mlp"),
-    "gpt2": ("transformer.h", "attn", "mlp"),
-    "gemma2": ("model.layers", "post_attention_layernorm", "post_feedforward_layernorm"),
-    "gemma3": ("model.layers", "post_attention_layernorm", "post_feedforward_layernorm"),
-    "olmo2": ("model.layers", "post_attention_layernorm", "post_feedforward_layernorm"),
-    "gpt_neox": ("gpt_neox.layers", "attention", "mlp"),
-    "cohere": ("model.layers", "self_attn", "mlp"),
-    "granite": ("model.layers", "self_attn", "mlp"),
-}
-"""Model -> its blocks, and in a block the modules whose outputs the block adds to the stream."""
+LLAMA = causes.FAMILIES["llama"]
 
 
 @pytest.fixture(scope="module")
@@ -54,144 +45,9 @@ def measured(model, texts, **settings):
     return fulldepth.measure(model, texts, tokenizer=tables.tokenizer(), measures=["layer_effect"], **options)
 
 
-@torch.no_grad()
-def one_pass(model, name, ids, layer=None, part="layer", before=None, first=1):
-    """[L+1, T, D] states and [T, V] logits of one sequence alone.
-
-    The part of the 0-based layer adds nothing at the positions from `first` on and before `before` (None: all).
-    """
-    path, *branches = PATHS[name]
-    blocks = model.get_submodule(path)
-    positions = slice(first, before)
-    states = {}
-    hooks = []
-
-    def of(output):
-        return output[0] if isinstance(output, tuple) else output
-
-    def keep(index):
-        def hook(_, args, kwargs):
-            states[index] = (args[0] if args else kwargs["hidden_states"])[0].clone()
-
-        return hook
-
-    def keep_last(_, args, output):
-        states[len(blocks)] = of(output)[0].clone()
-
-    def silence(_, args, output):
-        of(output)[:, positions] = 0.0
-        return output
-
-    def pass_on(_, args, kwargs, output):
-        of(output)[:, positions] = (args[0] if args else kwargs["hidden_states"])[:, positions]
-        return output
-
-    if layer is not None and part == "layer":
-        hooks.append(blocks[layer].register_forward_hook(pass_on, with_kwargs=True))
-    elif layer is not None:
-        branch = blocks[layer].get_submodule(branches[part == "mlp"])
-        hooks.append(branch.register_forward_hook(silence))
-    hooks += [block.register_forward_pre_hook(keep(n), with_kwargs=True) for n, block in enumerate(blocks)]
-    hooks.append(blocks[-1].register_forward_hook(keep_last))
-    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-    for hook in hooks:
-        hook.remove()
-    return np.stack([states[n].numpy() for n in range(len(blocks) + 1)]), logits.numpy()
-
-
-def log_softmax(logits):
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
-def plain_loop(model, name, part, sequences, starts, first=1):
-    """(statistic, s, l or None) -> number, from sequences run alone; `starts`: the positions t of each sequence."""
-    values = {}
-
-    def add(key, numbers):
-        values.setdefault(key, []).extend(np.atleast_1d(numbers).tolist())
-
-    for ids, of_sequence in zip(sequences, starts, strict=True):
-        whole, logits = one_pass(model, name, ids)
-        known = log_softmax(logits)
-        layers = len(whole) - 1
-        for layer, before in itertools.product(range(layers), [None, *of_sequence]):
-            states, changed = one_pass(model, name, ids, layer, part, before, first)
-            scope = "all" if before is None else "future"
-            read = slice(first, None) if before is None else slice(before, None)
-            guess = log_softmax(changed)
-            for later in range(layer + 1, layers):
-                update = whole[later + 1] - whole[later]
-                other = states[later + 1] - states[later]
-                ratio = np.sqrt(((update - other) ** 2).sum(-1)) / np.sqrt((update**2).sum(-1))
-                add((scope, layer + 1, later + 1), ratio[read])
-            add((f"divergence_{scope}", layer + 1), (np.exp(known) * (known - guess)).sum(-1)[read])
-            gap = np.exp(known) - np.exp(guess)
-            add((f"output_change_{scope}", layer + 1), np.sqrt((gap**2).sum(-1))[read])
-            if before is None and len(ids) > 1:
-                targets = np.arange(len(ids) - 1), np.array(ids[1:])
-                add(("loss_added", layer + 1), known[targets] - guess[targets])
-    numbers = {}
-    for (kind, *layer), many in values.items():
-        place = tuple(layer) if len(layer) == 2 else (layer[0], None)
-        if kind in ("all", "future"):
-            numbers[f"mean_{kind}", *place] = np.mean(many)
-            numbers[f"q90_{kind}", *place] = np.quantile(many, 0.9)
-            numbers[f"max_{kind}", *place] = np.max(many)
-        else:
-            numbers[kind, *place] = np.max(many) if kind.startswith("output") else np.mean(many)
-    return numbers
-
-
-def numbers_of(results, part):
-    """(statistic, s, l or None) -> value of one part in the table, without errors and means over layers."""
-    rows = results.table[(results.table.measure == "layer_effect") & (results.table.site == part)]
-    return {
-        (row.statistic, int(row.layer), None if pd.isna(row.other) else int(row.other)): row.value
-        for row in rows.itertuples()
-        if not row.statistic.startswith(("standard_error", "later")) and pd.notna(row.layer)
-    }
-
-
 def tokens_of(texts):
     """Token ids of each text, cut at the sequence length."""
     return [tables.tokenizer()(text)["input_ids"][:LENGTH] for text in texts]
-
-
-CASES = [(name, part) for name in PATHS for part in ("layer", "attention", "mlp")]
-
-
-@pytest.mark.parametrize(("name", "part"), CASES, ids=[f"{name}-{part}" for name, part in CASES])
-def test_effects_equal_a_plain_loop_over_sequences_run_alone(name, part, texts):
-    model = stock(name)
-    results = measured(model, texts, effect_parts=part, effect_positions=64)
-    sequences = tokens_of(texts)
-    assert min(map(len, sequences)) < 9 < max(map(len, sequences))
-    starts = [range(8, len(ids), 8) for ids in sequences]
-    expected = plain_loop(model, name, part, sequences, starts)
-    found = numbers_of(results, part)
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert_allclose(found[key], value, rtol=1e-8, atol=1e-11, err_msg=str(key))
-    layers = range(1, results.meta["model"]["num_layers"] + 1)
-    later = [[expected["mean_future", layer, other] for other in layers[layer:]] for layer in layers[:-1]]
-    suffix = "" if part == "layer" else f"_{part}"
-    for headline, value in (
-        ("effect_on_later", np.mean([np.mean(of_layer) for of_layer in later])),
-        ("effect_on_prediction", np.mean([expected["divergence_all", layer, None] for layer in layers])),
-    ):
-        assert_allclose(results.headline[headline + suffix]["value"], value, rtol=1e-8)
-        assert "of one layer" in results.headline[headline + suffix]["sentence"] or part == "layer"
-
-
-def test_the_first_token_is_removed_on_request(texts):
-    model = stock("llama")
-    found = numbers_of(measured(model, texts, effect_first=True, effect_positions=64), "layer")
-    sequences = tokens_of(texts)
-    starts = [range(8, len(ids), 8) for ids in sequences]
-    expected = plain_loop(model, "llama", "layer", sequences, starts, first=0)
-    assert found.keys() == expected.keys()
-    assert_allclose([found[key] for key in expected], [*expected.values()], rtol=1e-8, atol=1e-11)
 
 
 def test_a_model_of_one_layer_has_no_later_layer(texts):
@@ -202,10 +58,9 @@ def test_a_model_of_one_layer_has_no_later_layer(texts):
     for part in ("layer", "attention"):
         losses = []
         for ids in tokens_of(texts):
-            whole, without = (
-                log_softmax(one_pass(model, "llama", ids, *removed, part=part)[1])[:-1] for removed in ((), (0,))
-            )
-            losses += (whole - without)[np.arange(len(ids) - 1), ids[1:]].tolist()
+            whole, without = causes.run(model, LLAMA, ids), causes.run(model, LLAMA, ids, part, 1, 1, len(ids))
+            *_, added = causes.changes(whole, without, ids)
+            losses += added.tolist()
         (found,) = results.values("layer_effect", "loss_added", site=part)
         assert found == pytest.approx(np.mean(losses), rel=1e-8)
     assert not {"mean_all", "later_all"} & {*results.table.statistic}
@@ -236,13 +91,12 @@ def test_the_first_token_alone_has_effects_only_where_parts_are_removed_at_it(te
     results = measured(model, texts, token_policy="cls", effect_first=True)
     divergence = results.values("layer_effect", "divergence_all").to_numpy()
     assert [entry["measure"] for entry in results.meta["left_out"]] == ["layer_effect (future)"]
-    for layer, value in enumerate(divergence):
+    for layer, value in enumerate(divergence, start=1):
         gaps = []
         for ids in tokens_of(texts):
-            whole, without = (
-                log_softmax(one_pass(model, "llama", ids, *removed, first=0)[1][0]) for removed in ((), (layer,))
-            )
-            gaps.append((np.exp(whole) * (whole - without)).sum())
+            whole, without = causes.run(model, LLAMA, ids), causes.run(model, LLAMA, ids, "layer", layer, 0, len(ids))
+            _, gap, _, _ = causes.changes(whole, without, ids)
+            gaps.append(gap[0])
         assert value == pytest.approx(np.mean(gaps), rel=1e-7)
 
 

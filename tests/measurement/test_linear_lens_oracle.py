@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 from sklearn.linear_model import Ridge
 
 import fulldepth
+from data.conftest import jsonl
 from measurement import causes
-from measurement.causes import FAMILIES, LAYERS
+from measurement.causes import FAMILIES, LAYERS, marked
 from refusals import refused
 
 LENS = {"rel": 1e-6, "abs": 3e-7}
@@ -31,8 +30,7 @@ def documents():
 def fitting(tmp_path_factory):
     """A file of 60 other documents, of 1,440 positions with a target."""
     path = tmp_path_factory.mktemp("fit") / "other.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in causes.texts(FITTED, seed=7)))
-    return str(path)
+    return str(jsonl(path, *({"text": text} for text in causes.texts(FITTED, seed=7))))
 
 
 def fitted_states(model, family):
@@ -52,7 +50,7 @@ def test_reference_of_a_fixed_map():
     assert_allclose(causes.continued(model, family, ids, states[2]), logits, rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", marked(FAMILIES))
 def test_linear_lens(name, documents, fitting):
     """scikit-learn's ridge on states of the fitting documents; the strength of the ridge is read from the results."""
     family = FAMILIES[name]
@@ -98,8 +96,7 @@ def test_linear_lens_reads_no_document_that_is_measured(documents, fitting, tmp_
     model = FAMILIES["llama"].build()
     options = {"fit_sequences": 60, "lens_tokens": None, "order": "first", "max_sequences": len(documents)}
     rest = documents + causes.texts(FITTED, seed=7)
-    mixed = tmp_path / "mixed.jsonl"
-    mixed.write_text("".join(json.dumps({"text": text}) + "\n" for text in rest[::-1]))
+    mixed = jsonl(tmp_path / "mixed.jsonl", *({"text": text} for text in rest[::-1]))
     alone, of_rest, of_mixed = (
         fulldepth.measure(model, data, measures=LINEAR, **causes.reading(**options, **named))
         for data, named in ((documents, {"fit": fitting}), (rest, {}), (documents, {"fit": str(mixed)}))
@@ -112,14 +109,6 @@ def test_linear_lens_reads_no_document_that_is_measured(documents, fitting, tmp_
             assert_allclose([got[key] for key in means], [expected[key] for key in means], rtol=1e-7)
     with refused(None, "documents"):
         fulldepth.measure(model, rest, measures=LINEAR, **causes.reading(fit=str(mixed)))
-
-
-def test_linear_lens_of_few_positions_warns_with_both_numbers(documents, tmp_path):
-    """Six documents of 24 targets on average, for 32 channels."""
-    few = tmp_path / "few.jsonl"
-    few.write_text("".join(json.dumps({"text": text}) + "\n" for text in causes.texts(FITTED[:6], seed=7)))
-    results = fulldepth.measure(FAMILIES["llama"].build(), documents, measures=LINEAR, **causes.reading(fit=str(few)))
-    assert any("144" in line and "160" in line for line in results.meta["warnings"])
 
 
 def test_lens_grid_of_mapped_states(fitting):

@@ -112,11 +112,13 @@ def test_an_infinite_alpha_survives_recipe_record_and_resume(recipe, tmp_path, m
     assert same_weights(first, second)
 
 
-def test_scaled_norms_are_exported_as_the_gains_of_an_ordinary_llama(recipe, tmp_path):
+def test_scaled_norms_are_exported_as_the_gains_of_an_ordinary_llama(recipe, tmp_path, main):
     """A fresh process with transformers alone has loaded it; here the gains are multiplied by hand."""
     depth = {**MODEL, "type": "depth_llama"}
     train_by(recipe(model={**depth, "norm_scaling": True}, **SHORT), tmp_path / "run")
-    made = export_run(tmp_path / "run", tmp_path / "llama", stock=True)
+    made = tmp_path / "llama"
+    code, _, error = main("train", "export", tmp_path / "run", "--stock", "--output", made)
+    assert code == 0, error
     scaled, plain = (
         AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-2"),
         load_file(made / "model.safetensors"),
