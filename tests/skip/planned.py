@@ -10,7 +10,10 @@ from contextlib import contextmanager
 
 import torch
 
+import tiny_models
 from fulldepth.core.distributed import Processes
+from fulldepth.data.batches import Example
+from fulldepth.data.examples import Examples
 from fulldepth.execution import find_anatomy
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.settings.search import SearchSettings
@@ -70,6 +73,13 @@ def plan(model, blocks=(2,), granularity="attention", values="fitted", **entries
         "cost": {"forwards": 0, "flops": 0, "seconds": 0.0},
     }
     return Plan.of(document | entries)
+
+
+def texts(vocabulary, **entries):
+    """Forty rows of twelve drawn tokens below `vocabulary`, ten of them held out; `entries`: more of their facts."""
+    drawn = tiny_models.token_ids(40, 12, seed=1, most=vocabulary).tolist()
+    rows = [Example.of(ids, 1, len(ids), document=number) for number, ids in enumerate(drawn)]
+    return Examples(rows[:30], rows[30:], {"hash": "sha256:" + "1" * 64, "name": "texts", "kind": "text", **entries})
 
 
 def scaled(model, plan):

@@ -15,8 +15,6 @@ from families import zoo
 from families.test_cuts import build as deep
 from fulldepth import exit
 from fulldepth.core.errors import FulldepthError
-from fulldepth.data.batches import Example
-from fulldepth.data.examples import Examples
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import few_layers, load_checkpoint
 from fulldepth.settings.search import ExportSettings
@@ -31,12 +29,6 @@ from skip.word_tokenizer import checkpoint, tokenizer
 TRIED = "This was a trial with a few layers, before the work"
 FAMILIES = ("llama", "qwen2", "gemma3_text", "gemma2", "gpt2", "gpt_neox", "granite", "olmo2", "opt", "qwen3_moe")
 FORMATS = [("folded", "attention"), ("fast", "any"), ("decilm", "attention"), ("layer", "layer")]
-
-
-def texts():
-    drawn = tiny_models.token_ids(40, 12, seed=1, most=90).tolist()
-    rows = [Example.of(ids, 1, len(ids), document=number) for number, ids in enumerate(drawn)]
-    return Examples(rows[:30], rows[30:], {"hash": "sha256:" + "1" * 64, "name": "texts", "kind": "text"})
 
 
 @pytest.fixture
@@ -71,7 +63,7 @@ def test_an_export_that_would_be_dropped_is_refused_before_the_work(command, idl
     plan = planned.plan(model, [2, 5], "attention")
     runs = {
         "apply": lambda: export(plan, model, "fast", target, **own),
-        "heal": lambda: heal(plan, model, texts(), target, steps=0, **own),
+        "heal": lambda: heal(plan, model, planned.texts(90), target, steps=0, **own),
         "exit": lambda: exit.export_layers(model, target, layers=4, **own),
         "exit with data": lambda: exit.export_layers(model, target, effective_depth=0.1, data=["w1 w2"] * 20, **own),
     }
@@ -86,7 +78,7 @@ def test_a_tokenizer_that_does_not_load_is_found_by_the_fresh_process_before_the
     (folder / "tokenizer.json").write_bytes(b'{"version": "1.0", "model": {}}')
     plan = planned.plan(tiny_models.build("llama"), [2], "layer")
     with refused(TRIED, "does not load in a fresh process"):
-        heal(plan, folder, texts(), tmp_path / "made", steps=0)
+        heal(plan, folder, planned.texts(90), tmp_path / "made", steps=0)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -114,7 +106,7 @@ def test_a_gguf_file_that_cannot_be_written_is_refused_before_the_fit(
         monkeypatch.setattr("fulldepth.hf.checkpoint_folder.shutil.disk_usage", lambda _: usage)
         monkeypatch.setattr("fulldepth.skip.heal.check_disk_space", lambda *_: None)
     with refused(words):
-        heal(plan, path, texts(), tmp_path / "made", **options | {"gguf": str(tmp_path / options["gguf"])})
+        heal(plan, path, planned.texts(90), tmp_path / "made", **options | {"gguf": str(tmp_path / options["gguf"])})
     assert [file.name for file in tmp_path.iterdir()] == ["in"]
 
 
