@@ -249,8 +249,8 @@ def find_breakpoint(
     D - 1 for documents of equal weight. The levels add up to 0.05. The end k is a break point if the point lies above
     the line and the curve has a kink: the turn :math:`D_k = f(k+1) - 2 f(k) + f(k-1)` exceeds 4 times the mean of the
     (at most 3) turns before it, with 99 % confidence. Where a step removes more than one block, D is the change of
-    slope over the mean of both steps. A parabola or an exponential also leaves its first line, but
-    without a kink. Points beyond k + 1 have no influence. Two points are always on a line, so that k is at least 2.
+    slope over the mean of both steps. A parabola or an exponential also leaves its first line, but without a kink.
+    Points beyond k + 1 have no influence. Two points are always on a line, so that k is at least 2.
 
     The confidence is estimated by bootstrap over documents. Fewer than 5 documents give no band and no break point.
 

@@ -355,11 +355,10 @@ def _prompts(
 def _read(model: ServedModel, settings: BenchSettings, data: Any, heldout: Any, tokenizer: Any) -> Examples:
     """The data, read by the tokenizer of a model."""
     tokenizer = chosen_tokenizer(settings, tokenizer)
-    code = {"trust_remote_code": settings.trust_remote_code}
+    revision = settings.revision if tokenizer is None else None
+    tokenizer = find_tokenizer(model.source) if tokenizer is None else tokenizer
     if isinstance(tokenizer, str | Path):
-        tokenizer = load_tokenizer(tokenizer, **code)
-    elif tokenizer is None and (place := find_tokenizer(model.source)) is not None:
-        tokenizer = load_tokenizer(place, revision=settings.revision, **code)
+        tokenizer = load_tokenizer(tokenizer, revision=revision, trust_remote_code=settings.trust_remote_code)
     return read_examples(
         data,
         tokenizer,
