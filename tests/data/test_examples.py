@@ -244,6 +244,9 @@ def test_windows_of_text(tmp_path):
     ]
     texts = [row["text"] for row in rows]
     assert read_examples(texts, tokenizer(), 4).meta["hash"] == found.meta["hash"]
+    alpaca = [{"instruction": "w1", "input": "", "output": "w2", **row} for row in rows]
+    assert listed(both(read_examples(alpaca, tokenizer(), 4))) == listed(both(found))
+    assert open_source(alpaca).kind == "text"  # as `measure` reads them
     framed = both(read_examples(texts, tokenizer(bos=True), 64, sequence_length=4))
     assert [len(e) for e in framed] == [4, 4, 2, 4, 4, 4, 2]
 

@@ -10,7 +10,15 @@ import tiny_models as tm
 from execution import decoders
 from execution.test_scoring import counted
 from families import zoo
-from fulldepth.execution.flops import Shape, Variant, costs_of, forward_flops, weight_products
+from fulldepth.execution.flops import (
+    Shape,
+    Variant,
+    attention_width,
+    costs_of,
+    forward_flops,
+    visible_keys,
+    weight_products,
+)
 from fulldepth.execution.verify import prove
 
 BATCH, TIME = 2, 12
@@ -34,6 +42,31 @@ def test_both_counts_are_those_of_torch(name):
     for granularity in ("attention", "mlp", "layer"):
         costs = costs_of(anatomy, classifier, granularity)
         assert costs.whole(Variant(), Shape(BATCH, TIME, 0), every_position=True) == expected
+
+
+WINDOWS = {
+    "mistral": {"sliding_window": 5},
+    "mixtral": {"sliding_window": 5},
+    "qwen3_moe": {"sliding_window": 5, "use_sliding_window": True},
+    "qwen2": {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    "gemma2": {"sliding_window": 5},
+    "llama4_text": {"attention_chunk_size": 5},
+    "qwen3_next": {},
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_keys_are_those_that_get_attention(name):
+    model = zoo.build(name, "causal-lm", **WINDOWS[name])
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(input_ids=tm.token_ids(1, TIME), output_attentions=True, use_cache=False).attentions
+    seen = [int((layer[0, 0] > 0).sum()) / TIME for layer in weights if layer is not None]
+    keys = visible_keys(model.config, TIME)
+    assert [visible for visible in keys if visible] == pytest.approx(seen)
+    assert len(keys) == model.config.num_hidden_layers
+    assert min(keys) < (TIME + 1) / 2
+    assert forward_flops(model, TIME).attention == pytest.approx(4 * attention_width(model.config) * sum(seen))
 
 
 def test_parts_that_an_export_lacks_cannot_be_removed_again():

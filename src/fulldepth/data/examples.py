@@ -13,7 +13,7 @@ from fulldepth.core.errors import FulldepthError, names_of
 from fulldepth.core.files import Fingerprint
 from fulldepth.core.uncertainty import identity, plural
 from fulldepth.data.batches import Example, id_bytes
-from fulldepth.data.columns import CHAT_COLUMNS, LABEL_COLUMNS, PROMPT_COLUMNS, TEXT_COLUMNS
+from fulldepth.data.columns import CONVERSATIONS, choose_columns
 from fulldepth.data.conversations import read_conversations, response_examples
 from fulldepth.data.corpus import CORPUS
 from fulldepth.data.drawing import cut_windows
@@ -224,7 +224,8 @@ def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit:
         where, row = next(opened.rows(), ("", {}))
         if not row:
             raise FulldepthError(f"{opened.name} is empty. Expected rows with {EXPECTED}.")
-        if row.keys() & {*CHAT_COLUMNS} or any(row.keys() >= {*pair} for pair in PROMPT_COLUMNS):
+        columns = choose_columns(row, where)
+        if columns.kind in CONVERSATIONS:
             rows = opened.rows() if limit is None else opened.sampled(list(row), limit, seed=seed)
             numbered = enumerate(read_conversations(rows, tokenizer))
             examples, _ = response_examples(
@@ -235,11 +236,11 @@ def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit:
                 advice="Pairs to search with are never cut: leave them out, or shorten them.",
             )
             return _Part(opened.name, PAIRS, "row", examples)
-        if not any(column in row for column in TEXT_COLUMNS):
+        if columns.kind != "text" or columns.second is not None:
             raise FulldepthError(
                 f"{where} has none of the columns to search with. Got: {names_of(row)}. Expected: {EXPECTED}."
             )
-        if any(column in row for column in LABEL_COLUMNS):
+        if columns.label is not None:
             warnings = (f"The labels of {opened.name} are not used: every token of the text is predicted.",)
     sampled = sampled_texts(opened, window, limit, seed)
     sources = [number for number, _ in sampled]

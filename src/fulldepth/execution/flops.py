@@ -95,6 +95,36 @@ def attention_width(config: PreTrainedConfig, attention: nn.Module | None = None
     return heads * channels
 
 
+def visible_keys(config: PreTrainedConfig, sequence_length: int) -> list[float]:
+    """Keys that a token sees in each layer of a causal model, averaged over the positions of a sequence.
+
+    At position t (from 1) it sees t keys, with a sliding window of W at most W, and in chunks of C those of its chunk,
+    (t - 1) mod C + 1. Layers without keys (linear attention, convolutions, experts alone) have 0.
+
+    Args:
+        config: its `layer_types` state the kind of each layer. Without them all layers have its window, or its chunks,
+            if it has any, as in transformers. Kinds that select keys by their content count as full attention.
+        sequence_length: T.
+    """
+
+    def triangle(positions: int) -> float:
+        return positions * (positions + 1) / 2
+
+    window = getattr(config, "sliding_window", None) or sequence_length
+    chunk = getattr(config, "attention_chunk_size", None) or sequence_length
+    first = min(window, sequence_length)
+    whole, rest = divmod(sequence_length, chunk)
+    full = triangle(sequence_length)
+    sliding = triangle(first) + (sequence_length - first) * first
+    chunked = whole * triangle(chunk) + triangle(rest)
+    sums = {"sliding_attention": sliding, "hybrid_sliding": sliding, "chunked_attention": chunked}
+    sums |= dict.fromkeys(("linear_attention", "mamba", "conv", "moe"), 0.0)
+    uniform = sliding if window < sequence_length else chunked
+    kinds = getattr(config, "layer_types", None)
+    totals = [sums.get(kind, full) for kind in kinds] if kinds else [uniform] * config.num_hidden_layers
+    return [total / sequence_length for total in totals]
+
+
 @dataclass(frozen=True)
 class TokenFlops:
     """Operations of one token in a forward pass, averaged over the positions of a sequence."""
@@ -105,9 +135,9 @@ class TokenFlops:
     """Output head: 2 D V."""
     attention: float
     """Scores and weighted values over the keys visible to a causal model: 4 H d_h (T + 1) / 2 per layer (fewer keys
-    with a sliding window), as in kernels that skip the masked half."""
+    with a sliding window or in chunks, see `visible_keys`), as in kernels that skip the masked half."""
     attention_full: float
-    """The same over all T keys, 4 H d_h T per layer, as in eager attention and most published counts."""
+    """The same over all T keys, 4 H d_h T per layer that has keys, as in eager attention and most published counts."""
     extra: float
     """Other operations of the architecture: from its configuration (`extra_flops`), or the patches of an image."""
 
@@ -153,16 +183,13 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops | 
     outside = {part for module in (*heads, *exit_heads_of(model).values()) for part in module.modules()}
     head = sum(weight_products(part) for module in heads for part in module.modules())
     width = 4.0 * attention_width(config)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    window = min(sequence_length, getattr(config, "sliding_window", None) or sequence_length)
-    visible = [window if "sliding" in kind else sequence_length for kind in kinds]  # min(position, window), averaged
-    keys = sum((span * (span + 1) / 2 + (sequence_length - span) * span) / sequence_length for span in visible)
-    full = width * sequence_length * len(kinds)
+    keys = visible_keys(config, sequence_length)
+    full = width * sequence_length * sum(visible > 0 for visible in keys)
     extra = getattr(config, "extra_flops", None)
     return TokenFlops(
         linear=token_products(model, outside),
         head=head if causal else head / sequence_length,
-        attention=width * keys if causal else full,
+        attention=width * sum(keys) if causal else full,
         attention_full=full,
         extra=(extra(sequence_length) if extra is not None else 0.0) + pixels,
     )
