@@ -12,6 +12,7 @@ import transformers as tf
 from pandas.testing import assert_frame_equal
 
 import fulldepth
+import tiny_models
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.measurement import passes
@@ -29,6 +30,13 @@ def test_a_loaded_model_and_a_list_of_texts(model, tokenizer, trained, text_file
     by_name = fulldepth.measure(str(trained), str(text_file), sequence_length=16)
     assert_frame_equal(by_object.table, by_name.table)
     assert by_object.meta["data"]["hash"] == by_name.meta["data"]["hash"]
+
+
+def test_a_model_of_images_that_comes_from_no_checkpoint(checkpoint, picture_folder):
+    model = tiny_models.build("vit")
+    assert not model.name_or_path
+    tables = [fulldepth.measure(given, picture_folder).table for given in (model, checkpoint("vit"))]
+    assert_frame_equal(*tables)
 
 
 def test_an_optional_measure_beside_the_default_ones(trained, text_file):

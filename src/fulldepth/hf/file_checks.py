@@ -40,6 +40,8 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 CONTAINER = Path("/sys/fs/cgroup")
 """Holds a container's `memory.max` (bytes, or `max` without a limit), `memory.current` and `memory.stat`."""
+RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
+"""Entries of `memory.stat`, in bytes, that the kernel frees when memory is needed."""
 GIB = 1 << 30
 
 MOST_EXPANSION = 1000
@@ -422,7 +424,7 @@ def available_memory(device: torch.device) -> int:
     try:
         limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
         statistics = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
-        return min(free, limit - used + int(statistics.get("inactive_file", 0)))
+        return min(free, limit - used + sum(int(statistics.get(name, 0)) for name in RECLAIMABLE))
     except (OSError, ValueError):  # no container, or one without a limit
         return free
 

@@ -273,7 +273,7 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     if gguf is None:
         _check_name(where, "a folder with a tokenizer")
         stored = check_tokenizer_files(where, revision)
-    with _plain_errors(where, kind="tokenizer"), silent():
+    with _plain_errors(where, kind="a tokenizer"), silent():
         if gguf is not None:
             tokenizer = load_gguf_tokenizer(gguf)
         else:
@@ -293,18 +293,23 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
 
 
 def load_processor(
-    name: str | Path, config: Any, *, revision: str | None = None, trust_remote_code: bool = False
+    name: str | Path | None, config: Any, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
     """Load the image processor saved with a checkpoint; without one, a plain processor for the model's image size.
+
+    Args:
+        name: as for `load_checkpoint`; None for a model that was not loaded from a checkpoint.
+        config: configuration of the model, with its `image_size`.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: run code that the checkpoint carries.
 
     Raises:
         FulldepthError: if its files are damaged.
     """
-    where = str(name)
-    folder = Path(name)
-    if not is_folder(where) or any((folder / file).exists() for file in PROCESSOR_FILES):
+    where = "the model" if name is None else packaged(str(name))
+    if name is not None and (not is_folder(where) or any((Path(where) / file).exists() for file in PROCESSOR_FILES)):
         check_processor_files(where, revision)
-        with _plain_errors(where, kind="image processor"), silent():
+        with _plain_errors(where, kind="an image processor"), silent():
             return AutoImageProcessor.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
     size = getattr(config, "image_size", 224)
     size = size[0] if isinstance(size, list | tuple) and size else size
@@ -368,7 +373,7 @@ def _check_name(where: str, expected: str) -> None:
 
 
 @contextmanager
-def _plain_errors(where: str, kind: str = "model") -> Iterator[None]:
+def _plain_errors(where: str, kind: str = "a model") -> Iterator[None]:
     """Turn any exception of the libraries into one readable sentence; out-of-memory errors are not changed."""
     try:
         yield
@@ -385,7 +390,7 @@ def _plain_errors(where: str, kind: str = "model") -> Iterator[None]:
                 f"its configuration has the entry {computed[1]}, which transformers computes and no model reads. "
                 "Remove the entry."
             )
-        raise FulldepthError(f"Cannot load a {kind} from {where}: {reason}") from error
+        raise FulldepthError(f"Cannot load {kind} from {where}: {reason}") from error
 
 
 def open_model(model: str | Path | PreTrainedModel, *, exit_heads: bool = False, **options: Any) -> Checkpoint:

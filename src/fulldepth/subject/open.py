@@ -392,7 +392,10 @@ def _sequences_for(
     if source.kind in IMAGES:
         trusted = settings.trust_remote_code
         processor = load_processor(
-            checkpoint.name, anatomy.config, revision=checkpoint.revision, trust_remote_code=trusted
+            checkpoint.model.name_or_path or None,
+            anatomy.config,
+            revision=checkpoint.revision,
+            trust_remote_code=trusted,
         )
     return prepare(
         source,
