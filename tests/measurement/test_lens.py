@@ -79,6 +79,28 @@ def test_one_token_is_shown_and_needs_no_target(trained, tokenizer, main, tmp_pa
         measure(trained, [token], measures=["lens_accuracy"])
 
 
+def test_every_text_is_shown_whatever_shares_a_batch(trained, tokenizer):
+    """Each text is shown as if it were alone, also where the model's sequences may not share a batch."""
+    model = tf.AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float64).eval()
+    texts = ["the mat", TEXT, "a dog"]
+    block = model.model.layers[1]
+    plain = block.forward
+    for mixing in (0.0, 0.5):
+        block.forward = lambda x, *args, mixing=mixing, **more: plain(x - mixing * x.mean(0), *args, **more)
+        alone = [lens(model, text, tokenizer=tokenizer).meta["lens_grid"]["samples"][0] for text in texts]
+        shown = lens(model, texts, tokenizer=tokenizer).meta["lens_grid"]["samples"]
+        assert shown == [{**entry, "title": f"Sequence {place}"} for place, entry in enumerate(alone, start=1)]
+
+
+def test_the_shown_sequences_do_not_depend_on_the_batch_size(trained):
+    texts = [f"{word} {TEXT}" for word in ("a", "the", "one", "two")]
+    sizes = ({"batch_size": size, "grid_samples": 3, "one_per_row": True} for size in (1, 2, 4))
+    common = {"measures": ["lens_accuracy"], "dtype": "float64"}
+    grids = [measure(trained, texts, **common, **one).meta["lens_grid"] for one in sizes]
+    assert [sample["title"] for sample in grids[0]["samples"]] == ["Sequence 1", "Sequence 2", "Sequence 3"]
+    assert grids[0] == grids[1] == grids[2]
+
+
 def test_command(trained, monkeypatch, main, tmp_path):
     code, shown, _ = main("lens", trained, TEXT, "--top-k", 2, "--json")
     rows = json.loads(shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from pandas.testing import assert_frame_equal
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -49,6 +50,17 @@ def test_a_lens_of_a_large_vocabulary_on_little_text_costs_no_more_than_a_pass_a
     given = measure(model, "corpus:builtin", lens_tokens=700, **options).meta["sampling"]
     assert given["lens_positions"] == 700
     assert "cost" not in given["sentence"]
+
+
+@pytest.mark.parametrize("lens_tokens", ["auto", 3])
+def test_the_lens_of_a_classifier_reads_every_sequence(checkpoint, tmp_path, lens_tokens):
+    path = tmp_path / "rows.tsv"
+    path.write_text("text\tlabel\n" + "".join(f"row {n}\t{n % 2}\n" for n in range(1100)), "utf-8")
+    options = {"measures": ["lens_accuracy"], "max_sequences": 1200, "lens_tokens": lens_tokens}
+    found = measure(checkpoint("bert-classifier"), path, **options)
+    assert set(found.table.query("measure == 'lens_accuracy'")["count"]) == {1100}
+    sampling = found.meta["sampling"]
+    assert (sampling["lens_positions"], sampling["lens_targets"], sampling["sentence"]) == (1100, 1100, None)
 
 
 def test_exact_contradicts_the_size_of_a_sample(trained, text_file):

@@ -368,6 +368,20 @@ def test_jump_rate_and_effective_depth_of_any_profile(profile, eps):
         assert metrics.effective_depth(given, eps, relative=relative) == min(enough, default=layers)
 
 
+@pytest.mark.parametrize("count", [13, 20, 49, 100, 1700])
+def test_effective_depth_counts_a_layer_that_is_exactly_good_enough(world, count):
+    """Layer 1 has one right prediction less than the tolerance allows, layer 2 exactly as many, in whole numbers."""
+    for percent in (1, 5, 10, 20):
+        for last in range(100 // percent, count + 1, 100 // percent):
+            enough = last * (100 - percent) // 100
+            measure = metrics.EffectiveDepth(world.setup())
+            measure.sums[0] = torch.tensor([0, enough - 1, enough, last])
+            measure.counts[0] = count
+            values, _ = metrics.EffectiveDepth.compute(measure)
+            names = [f"relative_eps={percent / 100:g}"] * (percent < 20) + [f"eps={percent / 100:g}"] * (last == count)
+            assert [values[name] for name in names] == [2.0] * len(names)
+
+
 @given(hnp.arrays(np.int64, st.tuples(st.integers(1, 6), st.integers(1, 8)), elements=st.integers(0, 2)))
 def test_saturation_of_any_predictions(predictions):
     expected = [settles(column) for column in predictions.T.tolist()]

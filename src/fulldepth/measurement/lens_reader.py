@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,12 +30,15 @@ PASSES = 1.25
 
 
 def lens_limit(subject: Subject, settings: MeasureSettings) -> int | None:
-    """Return the largest number of positions that the lens reads; None = all.
+    """Return the largest number of positions that the lens reads; None = all, as with a head that reads sequences.
 
     With `auto`, the operations of the L + 1 products of the head at these positions are at most `PASSES` times those of
     a forward pass with logits (without the products of queries and keys); between `LEAST_POSITIONS` and
     `MOST_POSITIONS`. A large vocabulary over little text makes them fewer.
     """
+    classifier = subject.verified.classifier
+    if classifier is not None and not classifier.per_token:
+        return None
     if settings.lens_tokens != "auto":
         return settings.lens_tokens
     anatomy = subject.anatomy
@@ -52,12 +55,12 @@ def lens_limit(subject: Subject, settings: MeasureSettings) -> int | None:
 class LensReader:
     """Applies the last layer's classifier to every layer at a seeded sample of positions, batch by batch.
 
-    The lens grid is made of the same readings of the first batch, for models that predict tokens.
+    The lens grid is made of the same readings of the first sequences of the data, for models that predict tokens.
 
     Args:
         subject: model and data.
         settings: sizes of the sample and the grid, seed.
-        process: this process; the first one makes the lens grid.
+        process: this process; each reads the grid's sequences among its own.
         maps: of the linear lens; None = it is not measured.
     """
 
@@ -73,9 +76,18 @@ class LensReader:
         self.sample = PositionSample(subject.sequences, lens_limit(subject, settings), settings.seed)
         task = subject.anatomy.task
         has_grid = task in ("causal-lm", "masked-lm", "seq2seq-lm") and subject.sequences.task == task
-        self.samples = settings.grid_samples if process.is_main and has_grid else 0
-        self.grid: dict[str, Any] | None = None
-        """The lens grid as plain data; None before the first batch, and if there is none."""
+        self.samples = settings.grid_samples if has_grid else 0
+        self.process = process
+        self.shown: dict[int, dict[str, Any]] = {}
+        """Index of a sequence -> its entry in the lens grid, of the sequences that this process has read."""
+
+    def grid(self) -> dict[str, Any] | None:
+        """The lens grid of all processes as plain data; None if there is none. Every process calls it."""
+        shown = {index: entry for entries in self.process.gather(self.shown) for index, entry in entries.items()}
+        if not shown:
+            return None
+        grid: dict[str, Any] = {"samples": [shown[index] for index in sorted(shown)]}
+        return grid if self.grid_maps is None else {**grid, "linear": True}
 
     def read(
         self,
@@ -99,9 +111,9 @@ class LensReader:
         if not classifier.per_token:
             return read_layers(classifier, states, targets, classifier.sample_mask(batch.inputs, mask), advance)
         targets = self.sample.targets(targets, batch.sequence)
-        if self.samples and batch.token_ids is not None and batch.targets is not None:
-            in_grid = mask & (mask.long().cumsum(1) <= self.positions)
-            in_grid &= (torch.arange(len(in_grid), device=in_grid.device) < self.samples)[:, None]
+        in_grid = mask & (mask.long().cumsum(1) <= self.positions)
+        in_grid &= (batch.sequence.to(mask.device) < self.samples)[:, None]
+        if in_grid.any() and batch.token_ids is not None and batch.targets is not None:
             if self.grid_maps is None:
                 top = top_tokens(classifier, states, in_grid, self.top)
             else:
@@ -109,10 +121,7 @@ class LensReader:
                 top = top_tokens(
                     classifier.shared(), mapped, torch.ones_like(mapped[0, :, 0], dtype=torch.bool), self.top
                 )
-            self.grid = {"samples": list(self._entries(batch, batch.token_ids, batch.targets, in_grid, top))}
-            if self.grid_maps is not None:
-                self.grid["linear"] = True
-        self.samples = 0
+            self.shown |= self._entries(batch, batch.token_ids, batch.targets, in_grid, top)
         return read_layers(classifier, states, targets, mask, advance)
 
     def read_linear(self, classifier: Classifier, batch: Batch, targets: Tensor, states: Tensor) -> Readout:
@@ -125,15 +134,18 @@ class LensReader:
         readout = read_layers(classifier.shared(), mapped, labels, torch.ones_like(labels))
         return replace(readout, row=where.nonzero()[:, 0])
 
-    def _entries(self, batch: Batch, ids: Tensor, targets: Tensor, in_grid: Tensor, top: TopTokens) -> Any:
+    def _entries(
+        self, batch: Batch, ids: Tensor, targets: Tensor, in_grid: Tensor, top: TopTokens
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         """The shown positions `[B, T]` of each sequence, with their tokens by rank `[L+1, P, k]`, as plain data."""
         if batch.masked_inputs is not None:
             ids = batch.masked_inputs["input_ids"]
         in_grid = in_grid.cpu()
         tokenizer = self.subject.tokenizer
-        lengths = [length for length in in_grid.sum(1).tolist() if length]
-        parts = zip(top.token.split(lengths, 1), top.probability.split(lengths, 1), strict=True)
-        for index, (token, probability) in enumerate(parts):
+        rows = in_grid.any(1).nonzero()[:, 0].tolist()
+        lengths = in_grid.sum(1)[rows].tolist()
+        parts = zip(rows, top.token.split(lengths, 1), top.probability.split(lengths, 1), strict=True)
+        for index, token, probability in parts:
             rounded = torch.round(probability.double(), decimals=4).tolist()
             cells = [
                 [
@@ -153,7 +165,7 @@ class LensReader:
                 "grid": [[ranks[0] for ranks in row] for row in cells],
             }
             more = {"more": [[ranks[1:] for ranks in row] for row in cells]} if self.top > 1 else {}
-            yield entry | more
+            yield int(batch.sequence[index]), entry | more
 
 
 def show(tokenizer: Any, token: int) -> str:

@@ -128,7 +128,7 @@ def run_pass(
                     span = timedelta(seconds=round(left))
                     then = f"the other {rest:,} of {sequences:,} sequences, the statistics and the page"
                     watcher.say(f"About {span} to the end: {then if rest else 'the statistics and the page'}.")
-    return None if reader is None else reader.grid
+    return None if reader is None else reader.grid()
 
 
 @dataclass

@@ -53,10 +53,12 @@ def effective_depth(accuracy: Tensor | Sequence[float], eps: float, relative: bo
     .. math:: \min \{ l : \mathrm{Acc}^{(l)} \ge 1 - \epsilon \}, \text{ else } L
 
     Few models reach `1 - eps` on language; `relative=True` uses the threshold `(1 - eps) Acc^(L)` instead, which the
-    last layer always reaches. (If the last layer is never correct, the result is 1.)
+    last layer always reaches. (If the last layer is never correct, the result is 1.) It is exact for counts of correct
+    predictions, where quotients that are equal to the threshold may round to less.
 
     Args:
-        accuracy: layer-wise accuracy of layers 1..L, `[L]`; NaN is below every threshold.
+        accuracy: layer-wise accuracy of layers 1..L, `[L]`, or numbers proportional to it if `relative`; NaN is below
+            every threshold.
         eps: tolerance in [0, 1].
         relative: take the threshold relative to the last layer's accuracy rather than to 1.
 
@@ -304,15 +306,15 @@ class EffectiveDepth(OfLayersReached, LensAccuracy):
     def compute(self) -> tuple[dict[str, float], int]:  # type: ignore[override]
         """Statistic -> value (depths, and the intervals that are known), and the number of positions."""
         correct = self.sums[:, 1:]
+        total = correct.sum(0).cpu()
         count = int(self.counts.sum())
-        accuracy = correct.sum(0).cpu() / count
         named: dict[str, float] = {}
         for name, eps in zip(STATISTICS, (*EPSILONS, *RELATIVE_EPSILONS), strict=True):
             relative = name.startswith("relative")
-            if not count or (relative and not accuracy[-1] > 0):
+            if not count or (relative and not total[-1] > 0):
                 named[name] = math.nan
                 continue
-            named[name] = float(effective_depth(accuracy, eps, relative))
+            named[name] = float(effective_depth(total if relative else total / count, eps, relative))
             named |= self.interval(name, (1 - eps) * (correct[:, -1:] if relative else self.counts) - correct)
         return named, count
 
