@@ -309,7 +309,7 @@ class RunData:
     validation: Any
     facts: dict[str, Any]
     """Entries for the record; `hash` covers everything that determines the items."""
-    collator: Callable[[list[Any]], dict[str, Any]]
+    collator: Any
     """Function that makes a batch from items."""
     warnings: list[str] = field(default_factory=list)
 
@@ -323,6 +323,13 @@ class RunTrainer(DepthTrainer):
     Checkpoints of sharded weights have the files of other checkpoints, so any number of processes can resume from them,
     with or without sharding.
     """
+
+    # Trainer declares these as optional; they are set before they are used.
+    model: Any
+    args: Any
+    optimizer: Any
+    lr_scheduler: Any
+    train_dataset: Any
 
     def __init__(self, model: Any, arguments: Any, data: RunData, settings: TrainSettings) -> None:
         self.settings = settings
