@@ -34,6 +34,22 @@ def test_a_jump_within_its_error_is_told_once():
     )
 
 
+@pytest.mark.parametrize(
+    ("factor", "end"),
+    [
+        (0.1, "; layer 3 is the first with 95 % of that."),
+        (0.0, ")."),
+    ],
+)
+def test_no_layer_is_the_first_to_detect_nothing(factor, end):
+    reached = (0.1, 0.2, 0.97, 1.0)
+    found = said(
+        *(("average_precision", "ap50", layer, factor * share) for layer, share in enumerate(reached, start=1)),
+        ("average_precision", "ap", 4, factor / 2),
+    )
+    assert found["average_precision"].sentence.endswith(end)
+
+
 def test_equal_lenses_are_equal():
     gain = (
         ("linear_lens_accuracy", "gain_of_early_layers", None, 0.0),

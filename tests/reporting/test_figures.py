@@ -191,6 +191,22 @@ def test_gaps_are_gaps_and_not_words(kind, removed):
     assert bool(made["figures"]) is (removed < 1)
 
 
+def test_what_a_document_may_leave_out_is_not_drawn():
+    """Tests without the differences of single seeds, and a word without a place on its map."""
+    groups, single = synthetic.over_seeds(), synthetic.language_model()
+    for test in groups.meta["tests"]:
+        del test["by_seed"]
+    one_seed, mean = groups.figures()["seeds"].data
+    assert len(one_seed.x) == 0
+    spread = [test for test in groups.meta["tests"] if test["deviation"]]
+    assert list(mean.x) == [test["difference"] / test["deviation"] for test in spread]
+    words = [{"word": "is", "x": [], "y": []}, {"word": "are", "x": [0.5], "y": [1.5]}]
+    map_of_words = {"site": "residual", "layer": 3, "words": words}
+    drawn = build(single.table, {**single.meta, "word_maps": [map_of_words]})["word_maps"]
+    assert [list(trace.x) for trace in drawn.data] == [[], [0.5]]
+    assert drawn.layout.meta["alt"].startswith("are: 1.5 at")
+
+
 def test_one_record_is_a_figure_a_place_and_a_note(results, comparison, monkeypatch):
     notes = Note("A fake number", "Counts layers.", ("displacement",), "L", "Nobody."), Note("Another", "No.", ("mmd",))
     line = Line("displacement", name="Fake", compared=True)

@@ -135,6 +135,8 @@ def test_numbers_as_they_are_written():
         "0.9997",
     ]
     assert (quantity(2_630_784, "1"), quantity(5120.4, "tokens/s")) == ("2.63 M", "5,120 tokens/s")
+    assert quantity(3.4, "tokens/s") == "3.4 tokens/s"  # as on the card
+    assert figure_of({"value": 3.4, "unit": "tokens/s"}) == ("3.4", "")
     assert [seconds(one) for one in (0.0123, 90.0, 600, 9000)] == ["12.3 ms", "90.0 s", "10 min", "2.5 h"]
     assert (scaled(9_412_352), scaled(1.2e9), scaled(512), scaled(None)) == ("9.41 M", "1.2 B", "512", "?")
     assert compact_json({"a": [1 / 3, math.nan, (2, "x")]}) == {"a": [0.333333, None, [2, "x"]]}

@@ -14,6 +14,7 @@ from scipy.interpolate import RegularGridInterpolator
 
 from fulldepth.results import Results, compare, tabulate
 from refusals import refused
+from reporting import synthetic
 from reporting.synthetic import row, versus
 
 
@@ -333,6 +334,8 @@ ONE = measurement(1, displacements([0.1]))
         ("folder", {}, "two"),
         ([ONE, "absent"], {}, "absent"),
         ([ONE, Results(ONE.table, {**ONE.meta, "kind": "train"})], {}, "'train'"),
+        ([synthetic.two_towers(), ONE], {}, "2 stacks of layers (image, text). Measure"),
+        ([ONE, synthetic.two_towers()], {}, "--set tower=text"),
     ],
 )
 def test_bad_inputs_are_refused(results, changes, name):

@@ -125,8 +125,9 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
     first = next((layer for layer in layers if reached[layer - 1] >= 0.95 * best), num_layers)
     sentence = (
         f"The last of {num_layers} decoder layers has an average precision of {best:.1%} at an IoU of 0.5 (over IoUs "
-        f"of 0.5 to 0.95: {whole:.1%}); layer {first} is the first with 95 % of that."
+        f"of 0.5 to 0.95: {whole:.1%})"
     )
+    sentence += f"; layer {first} is the first with 95 % of that." if best > 0 else "."
     findings[name] = Finding(best, "1", sentence, error)
     reason = clusters.no_standard_error or "without one group of the data the number is not defined"
     return {

@@ -94,7 +94,7 @@ def seeds(_: Figure, source: PageSource) -> Figures:
     if not names:
         return {}
     first, second = ([*_labels(source), "", ""])[:2]
-    (x, y, hover_texts) = zip(*dots, strict=True)
+    (x, y, hover_texts) = zip(*dots, strict=True) if dots else ((), (), ())
     (mean_x, mean_y, mean_hover_texts) = zip(*means, strict=True)
     bars = {"array": ends, "thickness": 2, "width": 6, "color": CATEGORICAL[1]}
     drawn = figure(

@@ -52,7 +52,7 @@ def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str
         digits = f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
         return digits, f"of {layers}" if unit == "layers" and isinstance(layers, int) else unit
     if unit == "tokens/s":  # the caption says what is counted
-        return scaled(value) if value >= 100 else f"{value:.1f}", ""
+        return scaled(value), ""
     if unit in SCALES:
         digits, _, unit_text = SCALES[unit](value).partition(" ")
         return digits, unit_text
@@ -84,13 +84,13 @@ def quantity(value: Any, unit: str) -> str:
 
 
 def scaled(value: Any) -> str:
-    """A large count with a suffix: `9.4 M`, `1.2 B`; "?" if unknown."""
+    """A count or rate, a large one with a suffix: `3.4`, `8,192`, `9.4 M`, `1.2 B`; "?" if unknown."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "?"
     for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if value >= factor:
             return f"{value / factor:.3g} {letter}"
-    return f"{value:,.0f}"
+    return f"{value:,.0f}" if value >= 100 or float(value).is_integer() else f"{value:.1f}"
 
 
 def amount_of_text(data: Mapping[str, Any]) -> str:

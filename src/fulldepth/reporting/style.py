@@ -147,15 +147,16 @@ def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any
     """Yield the sentences of a figure's alternative text.
 
     Each curve gets a sentence on where it is lowest and highest, up to `MOST_DESCRIBED` curves; one sentence covers the
-    others.
+    others. Curves without a value are left out.
     """
     form = ".1%" if str(yaxis.get("tickformat")).endswith("%") else ".3g"
     across = xaxis["title"]["text"]
     place = xaxis.get("unifiedhovertitle", {}).get("text", f"{across} %{{x}}").lower().replace("%{x:,}", "%{x}")
     described = [trace for trace in traces if trace.hoverinfo != "skip" and getattr(trace, "fill", None) is None]
+    described = [trace for trace in described if _values(trace)]
     for trace in described[:MOST_DESCRIBED]:
         if trace.type == "heatmap":
-            values = [value for row in trace.z for value in row if value is not None]
+            values = _values(trace)
             yield f"From {minus(min(values), '.2f')} to {minus(max(values), '.2f')}."
             continue
         points = [(y, x) for x, y in zip(trace.x, trace.y, strict=True) if y is not None]
@@ -166,8 +167,14 @@ def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any
     if summed_up:
         names = [trace.name for trace in summed_up]
         subject = ", ".join(names) if len(names) <= MOST_NAMED else f"{names[0]} to {names[-1]} ({len(names)} curves)"
-        values = [y for trace in summed_up for y in trace.y if y is not None]
+        values = [y for trace in summed_up for y in _values(trace)]
         yield f"{subject}: between {minus(min(values), form)} and {minus(max(values), form)}."
+
+
+def _values(trace: Any) -> list[Any]:
+    """The values of a curve, or of the cells of a map."""
+    rows = trace.z if trace.type == "heatmap" else [trace.y]
+    return [value for row in rows for value in row if value is not None]
 
 
 def _on_axis(x: float, xaxis: dict[str, Any]) -> str:

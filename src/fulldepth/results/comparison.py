@@ -253,6 +253,11 @@ def _readable(item: Results | str | Path) -> Results:
     if kind not in KINDS or not KINDS[kind].called or not isinstance(layers, int):
         expected = ", ".join(called)
         raise FulldepthError(f"{where} cannot be compared: its kind is {kind!r}; expected {expected}.")
+    if stacks := [str(stack["name"]) for stack in results.meta.get("stacks") or []]:
+        raise FulldepthError(
+            f"{where} cannot be compared: it measures {len(stacks)} stacks of layers ({', '.join(stacks)}). "
+            f"Measure the same stack of each model: fulldepth measure MODEL --set tower={stacks[-1]}"
+        )
     return results
 
 
