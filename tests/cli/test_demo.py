@@ -92,8 +92,16 @@ def test_without_the_package_a_model_is_trained(tmp_path, monkeypatch):
     assert trained == [(module.STEPS, tmp_path / "out" / "run")]
 
 
-@pytest.mark.parametrize("blocks", [0, 31])
-def test_blocks_out_of_range(tmp_path, blocks):
-    with refused(f"1 to 30 blocks, got {blocks}"):
-        demo(tmp_path / "out", blocks=blocks)
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"blocks": 0}, "1 to 30 blocks, got 0"),
+        ({"blocks": 31}, "1 to 30 blocks, got 31"),
+        ({"speedup": 0.5}, "target_speedup: got 0.5 .*greater than 1"),
+        ({"seed": -1}, "seed: got -1"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_before_anything_is_measured(tmp_path, wrong, words):
+    with refused(words):
+        demo(tmp_path / "out", **wrong)
     assert not (tmp_path / "out").exists()

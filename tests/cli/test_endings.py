@@ -34,6 +34,7 @@ def throw(error):
     raise error
 
 
+MEMORY_OPTIONS = "--batch-size, --sequence-length or model, or --device-map auto"
 BUG = "Error: This is a bug in fulldepth: "
 
 
@@ -63,6 +64,24 @@ def test_an_error_is_one_short_line_and_the_unforeseen_a_bug_of_ours(main, monke
         assert "--debug" in err
         with pytest.raises(type(error)):
             main("report", "somewhere", "--debug")
+
+
+@pytest.mark.parametrize(
+    ("command", "function", "advice"),
+    [
+        (
+            "train tiny-llama --output run",
+            "fulldepth.training.train",
+            "micro_batch_size, sequence_length or model, or gradient_checkpointing=true",
+        ),
+        ("measure gpt2 --data corpus:builtin --output out", "fulldepth.measurement.measure_into", MEMORY_OPTIONS),
+        ("report somewhere", "fulldepth.results.report", "model"),
+    ],
+)
+def test_advice_on_memory_names_settings_of_the_command(main, monkeypatch, tmp_path, command, function, advice):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(function, lambda *_, **__: throw(torch.OutOfMemoryError("CUDA out of memory.")))
+    assert main(*command.split())[2] == f"Error: Out of memory. Try a smaller {advice}.\n"
 
 
 def test_a_message_stays_short_and_keeps_its_lines(main, monkeypatch):

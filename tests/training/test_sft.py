@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 
 import pytest
 import torch
@@ -67,6 +68,24 @@ def test_fine_tuning_reports_the_loss_of_the_responses(rows, others, fine_tuning
 
 
 FIRST_STEP = {"steps": 1, "global_batch_size": len(CHATS), "warmup_steps": 0}
+
+
+def test_amounts_are_those_of_the_conversations(fine_tuning, tmp_path):
+    """Throughput counts sequences, and operations the mean length of what is trained, not the longest allowed."""
+    others = str(jsonl(tmp_path / "others.jsonl", *PAIRS))
+    chosen, base = fine_tuning(CHATS, data={"validation": others}, steps=4, eval_every=4)
+    results = train(chosen, tmp_path / "run")
+    rows = results.table.query("step == 4").set_index("measure")
+    sequences = 4 * chosen.global_batch_size
+    assert rows.unit["throughput"] == "sequences/s"
+    assert rows.value["throughput"] * rows.value["elapsed"] == pytest.approx(sequences)
+    assert f"{sequences}" in re.search(r"Examples.*", (tmp_path / "run/checkpoint-4/README.md").read_text())[0]
+    tokenizer, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
+    length = round(sum(len(_tokens(row, tokenizer)[0]) for row in CHATS) / len(CHATS))
+    matrices = sum(w.numel() for name, w in model.named_parameters() if "layers" in name and w.ndim == 2)
+    attention = 2 * model.config.hidden_size * (length + 1) * model.config.num_hidden_layers
+    token = 3 * (2 * matrices + attention + 2 * model.lm_head.weight.numel())
+    assert results.meta["model"]["training_flops"] == pytest.approx(sequences * length * token)
 
 
 def test_fine_tuning_learns_from_a_teacher(recipe, fine_tuning, tmp_path):

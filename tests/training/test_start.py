@@ -56,14 +56,16 @@ def run_from(folder, recipe, tmp_path, *changes):
 @pytest.mark.parametrize("recipe", ["tiny-llama", "tiny-jreg"])
 def test_a_run_starts_from_the_checkpoint_as_it_is(start, tmp_path, recipe, flag, monkeypatch):
     """Whatever its configuration says of tying, and whatever sizes the recipe has for a model from scratch."""
-    folder, batches = start(flag), []
+    folder, batches, sizes = start(flag), [], []
 
     def noting(*given, data, collate, batch_size):
+        sizes.append(batch_size)
         batches.append(collate([data[index] for index in range(len(data))]))
         return evaluate_held_out(*given, data=data, collate=collate, batch_size=batch_size)
 
     monkeypatch.setattr("fulldepth.training.run.evaluate_held_out", noting)
-    results = run_from(folder, recipe, tmp_path)
+    results = run_from(folder, recipe, tmp_path, "micro_batch_size=2")
+    assert sizes == [2, 2], "a run that is sized to fit into memory is evaluated in batches of that size"
     model = tf.LlamaForCausalLM.from_pretrained(folder).eval()
     assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
     last = tmp_path / "run" / "checkpoint-1"

@@ -82,6 +82,9 @@ def demo(
     """
     if blocks is not None and not 1 <= blocks <= MOST_BLOCKS:
         raise FulldepthError(f"The demo removes 1 to {MOST_BLOCKS} blocks, got {blocks}.")
+    target = {"target_speedup": speedup, "context": 128} if blocks is None else {"blocks": blocks}
+    searched = SEARCH | target | {"sequence_length": MOST_LENGTH, "seed": seed}
+    layer(SearchSettings, searched)  # refused before the measurement
     folder = Path(output)
     with locked(folder):
         name = model or _packaged_or_trained(folder, seed, watcher)
@@ -90,8 +93,7 @@ def demo(
             name, UNSEEN, folder / "measure", layer(MeasureSettings, measured_with), series=False, watcher=watcher
         )
         length = min(MOST_LENGTH, measured.meta["data"]["sequence_length"])
-        target = {"target_speedup": speedup, "context": 128} if blocks is None else {"blocks": blocks}
-        searched = SEARCH | target | {"sequence_length": length, "seed": seed}
+        searched["sequence_length"] = length
         place = folder / "search"
         options: dict[str, Any] = {"output": place, "resume": place.exists(), "watcher": watcher}
         plan = search(name, CHOOSING, settings=layer(SearchSettings, searched), **options)

@@ -96,7 +96,10 @@ def command(
             values = {key: value if key in TEXTS else at_home(value) for key, value in values.items()}
             check_arguments(values, hints.get("output") in (Output, OptionalOutput))
             RUNNING.update(
-                resumable="resume" in values, output=values.get("output"), overwrites=values.get("overwrite", False)
+                resumable="resume" in values,
+                output=values.get("output"),
+                overwrites=values.get("overwrite", False),
+                settings=settings,
             )
             as_json = values.pop("as_json", False)
             if settings is not None:

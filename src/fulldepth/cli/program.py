@@ -59,8 +59,8 @@ app = typer.Typer(
 DEBUG = {"on": False}
 """Set by `--debug`: errors show their traceback."""
 RUNNING: dict[str, Any] = {}
-"""State of the running command: `resumable` (it has the option `--resume`), `output` (its result folder), and
-`overwrites` (it may replace results there)."""
+"""State of the running command: `resumable` (it has the option `--resume`), `output` (its result folder),
+`overwrites` (it may replace results there), and `settings` (the class of its settings)."""
 
 ENDINGS = {130: "Interrupted", 128 + signal.SIGTERM: "Terminated", 129: "Hung up"}
 """Exit code of a signal -> message."""
@@ -192,12 +192,23 @@ def ending_cleanly() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+def _less_memory() -> str:
+    """What takes less memory, in options that the running command has."""
+    settings = RUNNING.get("settings")
+    known = settings.model_fields if settings else {}
+    sizes = [settings.option(name) for name in ("micro_batch_size", "batch_size", "sequence_length") if name in known]
+    others = (("device_map", "auto"), ("gradient_checkpointing", True))
+    changes = [f", or {settings.option(name, value)}" for name, value in others if name in known]
+    smaller = f"{', '.join(sizes)} or model" if sizes else "model"
+    return f"Try a smaller {smaller}{''.join(changes[:1])}."
+
+
 def _message(error: BaseException) -> str:
     """The message that is printed for an error."""
     if isinstance(error, FulldepthError):
         return str(error)
     if isinstance(error, MemoryError | RuntimeError) and is_out_of_memory(error):
-        return "Out of memory. Try a smaller --batch-size, --sequence-length or model, or --device-map auto."
+        return f"Out of memory. {_less_memory()}"
     if isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # raised by pathlib before Python 3.13
         return f"{one_line(error, 800)}: the link leads to itself."
     if isinstance(error, OSError):

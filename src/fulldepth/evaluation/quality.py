@@ -26,6 +26,7 @@ from fulldepth.data.opening import PIECES, open_data, sampled_texts
 from fulldepth.evaluation.embedding import Embedder
 from fulldepth.evaluation.harness import Answers, LayerReader
 from fulldepth.evaluation.model import EvaluatedModel
+from fulldepth.hf import plain_generation
 from fulldepth.hf.truncation import truncated
 from fulldepth.metrics.standard_errors import Mean
 from fulldepth.results import Finding
@@ -188,7 +189,8 @@ class Quality:
         stated: Any = getattr(model.generation_config, "eos_token_id", None)  # tokens that end a text
         ends = [] if stated is None else list(stated) if isinstance(stated, list | tuple) else [int(stated)]
         padding = next((p for p in (subject.tokenizer.pad_token_id, *ends) if p is not None), 0)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        seeded = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with seeded, plain_generation(model):
             torch.manual_seed(self.settings.seed or 0)
             for ids in self._batches():
                 prefixes = ids[:, :start]
@@ -200,6 +202,7 @@ class Quality:
                     top_p=self.settings.top_p,
                     top_k=0,
                     temperature=1.0,
+                    eos_token_id=ends or None,
                     pad_token_id=padding,
                 )  # [B, prefix + new]
                 likely, _ = self._read([subject.anatomy.num_layers], sequences, start)  # [1, B, new]

@@ -134,7 +134,7 @@ def score_tasks(
                         rows = _examples(listed)
                         _add_guesses(scored, task, loaded.tasks["tasks"].get(task), rows)
                         directions = scored.higher_is_better.get(task) or {}
-                        scored.warnings += _none_right(task, rows, [m for m, higher in directions.items() if higher])
+                        scored.warnings += _none_right(task, listed, [m for m, higher in directions.items() if higher])
                     if len(layers) > 1:
                         watcher.begin(f"{name}: metrics of exit layers", len(layers) - 1)
                 elif not loaded.generates:
@@ -185,13 +185,15 @@ def _add_guesses(scored: Scored, name: str, task: Any, rows: Sequence[Mapping[st
         scored.chance[name] = float(scored.guesses[name].mean())
 
 
-def _none_right(task: str, rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> list[str]:
-    """A sentence if no answer of a task is right by any of its metrics that count right answers, and what to look at:
-    likelihoods are of an answer that follows the prompt as it stands, with no space between.
+def _none_right(task: str, samples: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> list[str]:
+    """A sentence if no answer of a task is right by any of its metrics that count right answers and any of its filters,
+    and what to look at: likelihoods are of an answer that follows the prompt as it stands, with no space between.
     """
-    marks = [row[metric] for row in rows for metric in metrics if isinstance(row.get(metric), int | float | np.number)]
+    values = [row.get(metric) for row in samples for metric in metrics]
+    marks = [value for value in values if isinstance(value, int | float | np.number)]
     if not marks or any(marks):
         return []
+    rows = _examples(samples)
     pairs = [(str(request[0]), str(request[1])) for row in rows for request in row["arguments"] if len(request) > 1]
     joined = [pair for pair in pairs if pair[0][-1:].isalnum() and pair[1][:1].isalnum()]
     hint = " Look at the prompts and answers (--set log_samples=true)."
@@ -279,7 +281,7 @@ def _guesses(rows: Sequence[Mapping[str, Any]], choices: Mapping[int, int]) -> N
         choices: example -> number of its choices; empty for tasks that are no multiple choice.
     """
     targets = [str(row.get("target")) for row in rows]
-    frequent = max(targets, key=targets.count)
+    (frequent, _), *_ = Counter(targets).most_common(1)
     constant = np.array([target == frequent for target in targets], np.float64)
     uniform = np.array([1 / max(1, choices.get(row["doc_id"], 1)) for row in rows])
     more = constant - uniform

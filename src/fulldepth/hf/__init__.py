@@ -47,7 +47,16 @@ from fulldepth.hf.load import (
     pick_device,
     pick_dtype,
 )
-from fulldepth.hf.modes import device_of, evaluating, frozen, in_memory, is_offloaded, loaded_weight, silent
+from fulldepth.hf.modes import (
+    device_of,
+    evaluating,
+    frozen,
+    in_memory,
+    is_offloaded,
+    loaded_weight,
+    plain_generation,
+    silent,
+)
 from fulldepth.hf.output_weights import OutputWeights, find_output_weights, scale_obstacle
 from fulldepth.hf.publishing import ModelCard
 from fulldepth.hf.run_checkpoints import (
@@ -139,6 +148,7 @@ __all__ = [
     "packaged",
     "pick_device",
     "pick_dtype",
+    "plain_generation",
     "restore_exit_heads",
     "rows_of",
     "sample_inputs",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import logging
+from transformers import GenerationConfig, PreTrainedModel, logging
 
 from fulldepth.core.errors import FulldepthError
 
@@ -24,6 +24,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def plain_generation(model: PreTrainedModel) -> Iterator[None]:
+    """Replace the model's `generation_config` by the defaults inside `with`."""
+    own_config = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own_config
 
 
 @contextmanager

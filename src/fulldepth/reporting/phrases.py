@@ -78,8 +78,8 @@ def quantity(value: Any, unit: str) -> str:
     """A number with its unit in one string: `3.412 nats`, `4.2 %`, `9.41 M`; "–" if unknown."""
     if unit == "1" and isinstance(value, int) and value >= 1000:
         return scaled(value)
-    if unit == "tokens/s" and isinstance(value, int | float):
-        return f"{scaled(value)} tokens/s"
+    if unit.endswith("s/s") and isinstance(value, int | float):  # tokens/s, images/s
+        return f"{scaled(value)} {unit}"
     return " ".join(figure_of({"value": value, "unit": unit})).strip()
 
 

@@ -24,15 +24,16 @@ def objective_line(objective: Meta) -> str:
 def cost_tables(source: PageSource) -> dict[str, list[Table]]:
     """Id of a section -> table of one run: training time, throughput and peak memory as last recorded."""
     rows = []
-    for measure, name, unit in (
-        ("elapsed", "Training time", "s"),
-        ("throughput", "Throughput", "tokens/s"),
-        ("peak_memory", "Peak memory", "MiB"),
+    units = dict(zip(source.table.measure, source.table.unit, strict=True))
+    for measure, name in (
+        ("elapsed", "Training time"),
+        ("throughput", "Throughput"),
+        ("peak_memory", "Peak memory"),
     ):
         values = list(curve_of(source.table, measure, site="model", by="step").points.values())
         if values:
             varies = measure == "throughput" and len(values) > 1
             extent = f" at last ({min(values):,.0f} to {max(values):,.0f})" if varies else ""
-            rows.append([name, quantity(values[-1], unit) + extent])
+            rows.append([name, quantity(values[-1], units[measure]) + extent])
     note = "Evaluating and saving are left out of time and throughput."
     return {"cost": [Table("Time and memory", [""], rows, note=note)]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -334,7 +335,7 @@ class TrainSettings(Settings):
     @classmethod
     def option(cls, name: str, value: Any = None) -> str:
         """Return a setting as a recipe and the command line have it: `schedule=linear`."""
-        return name if value is None else f"{name}={value}"
+        return name if value is None else f"{name}={value if isinstance(value, str) else json.dumps(value)}"
 
     @pydantic.model_validator(mode="after")
     def _rates_fit(self) -> Self:
@@ -382,13 +383,15 @@ class TrainSettings(Settings):
 
     @property
     def unit(self) -> str:
-        """Unit in which amounts of data are counted: tokens, texts or images."""
+        """Unit in which amounts of data are counted: tokens, texts, images, or sequences (of conversations)."""
+        if self.stage == "sft":
+            return "sequences"  # which differ in length
         return {"causal-lm": "tokens", "text-classification": "texts"}.get(self.task, "images")
 
     @property
     def units_per_step(self) -> int:
-        """Tokens, texts or images in an optimiser step."""
-        return self.global_batch_size * (self.sequence_length if self.task == "causal-lm" else 1)
+        """Number of `unit` in an optimiser step."""
+        return self.global_batch_size * (self.sequence_length if self.unit == "tokens" else 1)
 
     @property
     def most_validation(self) -> int:

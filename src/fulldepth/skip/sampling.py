@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
-from fulldepth.hf import device_of, evaluating
+from fulldepth.hf import device_of, evaluating, plain_generation
 
 
 def check_writes(model: PreTrainedModel, purpose: str) -> None:
@@ -73,7 +72,7 @@ def continuations(
     order = sorted(range(len(starts)), key=lambda row: len(starts[row]), reverse=True)
     written: dict[int, list[int]] = {}
     generate: Any = model.generate
-    with evaluating(model), _plain_generation(model):
+    with evaluating(model), plain_generation(model):
         for first in range(0, len(order), batch_size):
             rows = order[first : first + batch_size]
             tokens, mask = (
@@ -96,17 +95,6 @@ def continuations(
                 written[row] = within[: stop + 1]
             watcher.advance(len(rows))
     return [written[row] for row in range(len(starts))]
-
-
-@contextmanager
-def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
-    """Replace the model's `generation_config` by the defaults, and restore it on leaving."""
-    own_config = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own_config
 
 
 class GumbelNoise(LogitsProcessor):

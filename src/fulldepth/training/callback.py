@@ -273,7 +273,7 @@ def _card_of(meta: Mapping[str, Any], settings: TrainSettings, findings: Mapping
         **{NAMES[name]: f"{finding.value:.4g} {finding.unit}" for name, finding in findings.items() if name in NAMES},
         "Parameters": f"{model['parameters']:,}",
         "Optimiser steps": f"{step:,} of {settings.steps:,}",
-        "Tokens" if task == "causal-lm" else "Examples": f"{step * settings.units_per_step:,}",
+        "Tokens" if settings.unit == "tokens" else "Examples": f"{step * settings.units_per_step:,}",
         "Seed": str(settings.seed),
     }
     held_out = one_line(data.validation or f"a held-out part of {data.name}", 200)

@@ -48,12 +48,17 @@ class RunPlan:
 
     @property
     def step_flops(self) -> float:
-        """Training FLOPs per token, with recomputation, without penalties; only the forward pass of frozen features."""
+        """Training FLOPs per token, with recomputation, without penalties; only the forward pass of frozen features.
+
+        With adapters, products with the frozen matrices count twice, because these have no gradient.
+        """
         assert self.flops is not None
         if self.settings.freezes_features:
             return self.flops.forward
+        adapters = 2 * self.trainable
+        frozen = self.flops.linear + self.flops.head - adapters if self.settings.lora.rank else 0.0
         recomputed = self.flops.forward - self.flops.head if self.settings.gradient_checkpointing else 0.0
-        return self.flops.training + recomputed
+        return self.flops.training - frozen + recomputed
 
     @property
     def run_flops(self) -> float | None:
@@ -143,11 +148,15 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
     if flops is None:
         return rows
     attention = "all positions" if flops.attention == flops.attention_full else "the causal half"
-    passes = "Three forward passes" + ", and the blocks once more" * settings.gradient_checkpointing
+    passes = (
+        f"{'Two' if settings.lora.rank else 'Three'} forward passes"
+        + ", and the blocks once more" * settings.gradient_checkpointing
+    )
     passes = "One forward pass, of which the heads alone are trained" if settings.freezes_features else passes
+    longest = " If all conversations fill sequence_length." * (settings.stage == "sft")
     return [
         *rows,
-        ("tokens", f"{run.tokens:,}", f"{run.tokens / run.parameters:,.3g} for each parameter."),
+        ("tokens", f"{run.tokens:,}", f"{run.tokens / run.parameters:,.3g} for each parameter.{longest}"),
         ("forward", f"{flops.forward:.3g} FLOP/token", f"Matrix products, attention over {attention}."),
         ("training", f"{run.step_flops:.3g} FLOP/token", f"{passes}; without penalties."),
         ("total", f"{run.run_flops:.3g} FLOP", "The whole run, without penalties and evaluations."),

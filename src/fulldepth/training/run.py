@@ -100,6 +100,10 @@ def train(
             for line in warnings:
                 watcher.say(line)
             current().first(partial(check_disk, trainer.plain_model, settings, folder, checkpoint))
+            sized = settings
+            if settings.stage == "sft":
+                sizes = [len(ids) for ids in data.train["input_ids"]]
+                sized = settings.model_copy(update={"sequence_length": round(sum(sizes) / len(sizes))})
             origin = check_origin(settings, data.facts["hash"], model, trainer.args, notes.origin, checkpoint)
             meta: dict[str, Any] = {
                 "kind": KIND,
@@ -111,13 +115,14 @@ def train(
                     "model_type": model.config.model_type,
                     "parameters": sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name),
                     "num_layers": find_anatomy(model).num_layers,
-                    "training_flops": plan(settings, data.config, processes=launch.world()).run_flops,
+                    "training_flops": plan(sized, data.config, processes=launch.world()).run_flops,
                 },
                 "data": {"name": settings.data.name, **data.facts, "validation_sequences": len(data.validation)},
                 "versions": versions(),
                 "warnings": warnings,
             }
-            batch_size = 8 if settings.task == "causal-lm" else 32
+            usual = 8 if settings.task == "causal-lm" else 32
+            batch_size = min(usual, arguments.per_device_train_batch_size)  # a size that fits into memory
             callback = RunCallback(
                 trainer,
                 folder,
