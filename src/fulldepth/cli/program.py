@@ -195,7 +195,9 @@ def ending_cleanly() -> Iterator[None]:
 def _less_memory() -> str:
     """What takes less memory, in options that the running command has."""
     settings = RUNNING.get("settings")
-    known = settings.model_fields if settings else {}
+    if settings is None:
+        return "Try a smaller model."
+    known = settings.model_fields
     sizes = [settings.option(name) for name in ("micro_batch_size", "batch_size", "sequence_length") if name in known]
     others = (("device_map", "auto"), ("gradient_checkpointing", True))
     changes = [f", or {settings.option(name, value)}" for name, value in others if name in known]
