@@ -117,7 +117,7 @@ def layer_heads(anatomy: Anatomy) -> dict[int, nn.Module]:
     check_exit_heads(anatomy)
     module, inner, output = output_layer(anatomy)
     for head in heads.values():
-        if not head.weight.is_meta:  # type: ignore[union-attr]
+        if not head.weight.is_meta:
             head.to(device_of(output))
     return {layer: HeadOfLayer(module, inner, head) if inner else head for layer, head in heads.items()}
 
