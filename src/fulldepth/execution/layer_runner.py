@@ -18,6 +18,7 @@ from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.layer_cache import KNOWN_LAYERS, LayerCache
 from fulldepth.execution.stream import check_close, is_close, reason_of
 from fulldepth.hf import Anatomy, Classifier, cache_argument, cache_in
+from fulldepth.hf.modes import state_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a block besides the state: positional and keyword arguments (masks, position embeddings, ...)."""
@@ -123,7 +124,7 @@ class LayerRunner:
             return states
         args, kwargs = self._arguments[layers - 1]
         output = self._blocks[layers - 1](states, *args, **kwargs)
-        return output[0] if isinstance(output, tuple | list) else output
+        return state_in(output)
 
     def keep(self, batch: Mapping[str, Tensor]) -> None:
         """Go on with some of the sequences passed to `begin`, without a cache: with their masks and other arguments.

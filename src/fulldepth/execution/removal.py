@@ -14,6 +14,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.execution.hooks import capture
 from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.hf import Anatomy, body_inputs
+from fulldepth.hf.modes import state_in, with_state
 from fulldepth.hf.scalars import ROLES
 from fulldepth.hf.surgery import first_input
 
@@ -60,15 +61,14 @@ def _replaced(anatomy: Anatomy, where: Tensor, output: Any, by: Tensor | None) -
     """The output of a module, a tensor or a tuple that begins with one, with other states (None = zeros) at some
     positions.
     """
-    states = output[0] if isinstance(output, tuple | list) else output
+    states = state_in(output)
     places = where.to(states.device)
     if states.ndim == 2:  # [B T, D], as some experts return
         places = places.flatten()
     elif anatomy.family.sequence_first:
         places = places.T
     other = states.new_zeros(()) if by is None else by
-    changed = torch.where(places[..., None], other, states)
-    return type(output)([changed, *output[1:]]) if isinstance(output, tuple | list) else changed
+    return with_state(output, torch.where(places[..., None], other, states))
 
 
 class PartRemover:

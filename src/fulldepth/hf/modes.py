@@ -1,4 +1,7 @@
-"""Context managers around a model: evaluation mode, frozen weights, offloaded weights in memory, a silent library."""
+"""Context managers around a model: evaluation mode, frozen weights, offloaded weights in memory, a silent library.
+
+Also what a module's hooks need: the device of its inputs, and the state in its output.
+"""
 
 from __future__ import annotations
 
@@ -81,6 +84,17 @@ def _hooks(module: nn.Module) -> tuple[Any, ...]:
     """Return the hooks that accelerate attached to a module."""
     outer: Any = getattr(module, "_hf_hook", None)
     return tuple(getattr(outer, "hooks", () if outer is None else (outer,)))
+
+
+def state_in(output: Any) -> Tensor:
+    """Return the state in a module's output: the output itself, or the first entry of a tuple or list."""
+    state: Tensor = output[0] if isinstance(output, tuple | list) else output
+    return state
+
+
+def with_state(output: Any, state: Tensor) -> Any:
+    """Return a module's output with another state; further entries are unchanged."""
+    return type(output)([state, *output[1:]]) if isinstance(output, tuple | list) else state
 
 
 def is_offloaded(model: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
-from fulldepth.hf.modes import device_of, evaluating, in_memory
+from fulldepth.hf.modes import device_of, evaluating, in_memory, state_in
 from fulldepth.hf.scalars import ROLES
 from fulldepth.hf.surgery import first_input
 
@@ -172,7 +172,7 @@ def _run_block(
     outputs: dict[str, Tensor] = {}
 
     def keep(role: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        outputs[role] = _tensor(output)
+        outputs[role] = state_in(output)
 
     with ExitStack() as hooks:
         for role, output in weights.items():
@@ -265,15 +265,10 @@ def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], 
 @torch.no_grad()
 def _output(module: nn.Module, values: Mapping[str, Tensor], call: _Call) -> Tensor:
     """Return the output of a call with these values for some parameters."""
-    return _tensor(functional_call(module, dict(values), *call))
+    return state_in(functional_call(module, dict(values), *call))
 
 
 def _with_stream(call: _Call, stream: Tensor) -> _Call:
     """Return the call with another first input."""
     args, kwargs = call
     return ((stream, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stream})
-
-
-def _tensor(output: Any) -> Tensor:
-    """Return a module's output without what it returns beside the states."""
-    return output[0] if isinstance(output, tuple) else output

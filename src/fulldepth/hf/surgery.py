@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
-from fulldepth.hf.modes import device_of
+from fulldepth.hf.modes import device_of, state_in, with_state
 from fulldepth.hf.scalars import FACTORS_OF_PART, ROLES, Block, Scalars, blocks_of, factor_names
 
 _SWITCHED: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
@@ -305,7 +305,7 @@ class _Mixer:
             raise FulldepthError("Scalars cannot be used: this model computes the MLP before the attention.")
         if self.drops_out and self.block.training:
             raise FulldepthError("Scalars need the model in evaluation mode, because its blocks apply dropout.")
-        branch = output[0] if isinstance(output, tuple) else output
+        branch = state_in(output)
         # b A + (s - 1) x, for a block that multiplies it by `scale`; in float32 at least, in the dtype of the sum.
         dtype = torch.promote_types(branch.dtype, stream.dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -314,7 +314,7 @@ class _Mixer:
         mixed = (b * branch.to(wide) + (s - 1) / self.scale * stream.to(branch.device, wide)).to(dtype)
         if role == "attention" and self.continues:
             self.stream = stream + self.scale * mixed
-        return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
+        return with_state(output, mixed)
 
 
 def _without(outputs: int, index: int | None, identity: bool, *args: Any, **kwargs: Any) -> Any:
@@ -348,9 +348,7 @@ def _without(outputs: int, index: int | None, identity: bool, *args: Any, **kwar
 def _zeroed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a branch and set its output to zero. Further outputs, such as keys for later layers, are unchanged."""
     output = forward(*args, **kwargs)
-    if isinstance(output, tuple):
-        return (torch.zeros_like(output[0]), *output[1:])
-    return torch.zeros_like(output)
+    return with_state(output, torch.zeros_like(state_in(output)))
 
 
 def _refuse(layer: int, skipped: bool, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
@@ -406,9 +404,7 @@ def _ports_of_layer(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, A
             path = "itself" if norm is None else f"through {names[norm]}"
             raise FulldepthError(f"Layer {layer} cannot be skipped: its {role} does not read the stream {path}.")
         if anatomy.family.design != "parallel":
-            added = first[branch][1]
-            term = added[0] if isinstance(added, tuple) else added
-            stream = stream + anatomy.branch_scale * term.view_as(stream)
+            stream = stream + anatomy.branch_scale * state_in(first[branch][1]).view_as(stream)
     return ports
 
 

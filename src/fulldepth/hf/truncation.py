@@ -23,7 +23,7 @@ from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, logits_of, sample_inputs
 from fulldepth.hf.exit_heads import cut_exit_heads
 from fulldepth.hf.heads import Classifier, uses_fsdp
-from fulldepth.hf.modes import evaluating, is_offloaded
+from fulldepth.hf.modes import evaluating, is_offloaded, state_in
 from fulldepth.hf.stream_scale import cut_stream_scale
 from fulldepth.hf.surgery import skipping
 from fulldepth.hf.tying import state_ties
@@ -373,7 +373,7 @@ def state_at(anatomy: Anatomy, layer: int, inputs: Mapping[str, Any]) -> Tensor:
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         if next(calls) == layer:
-            states.append((output[0] if isinstance(output, tuple | list) else output).clone())
+            states.append(state_in(output).clone())
 
     with ExitStack() as hooks:
         for block in set(anatomy.blocks):

@@ -50,6 +50,7 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.checkpoint_folder import check_disk_space, check_output_path
 from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf.modes import state_in
 from fulldepth.hf.scalars import ROLES
 from fulldepth.settings import layer as layered
 from fulldepth.settings.heal import HealSettings
@@ -364,7 +365,7 @@ class Walk:
         seen: dict[nn.Module, tuple[Any, Tensor]] = {}
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            seen[module] = inputs[0] if inputs else None, output[0] if isinstance(output, tuple) else output
+            seen[module] = inputs[0] if inputs else None, state_in(output)
 
         self.runner.begin(self.batches[number].inputs)
         with ExitStack() as hooks:

@@ -39,6 +39,7 @@ from fulldepth.hf import (
     is_offloaded,
     scale_obstacle,
 )
+from fulldepth.hf.modes import state_in, with_state
 from fulldepth.hf.scalars import FACTORS, Scalars
 from fulldepth.hf.stream_scale import stream_scale, write_stream_scale
 from fulldepth.hf.surgery import skipping
@@ -343,10 +344,9 @@ def rounding_error(
     generator = torch.Generator().manual_seed(0)
 
     def reround(module: nn.Module, args: Any, output: Any) -> Any:
-        state = output[0] if isinstance(output, tuple) else output
+        state = state_in(output)
         change = torch.empty(state.shape).uniform_(-unit, unit, generator=generator).to(state.device)
-        changed = (state.float() * (1 + change)).to(state.dtype)
-        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+        return with_state(output, (state.float() * (1 + change)).to(state.dtype))
 
     with ExitStack() as hooks:
         for block in anatomy.blocks:
