@@ -109,12 +109,12 @@ def rounded(values):
 
 
 def plotted(results):
-    """Name of a figure -> the arrays of each of its traces."""
+    """Name of a figure -> the name and the arrays of each of its traces."""
     parts = ("x", "y", "z", "error_x.array", "error_x.arrayminus", "error_y.array")
 
     def arrays(trace):
         there = [part for part in parts if part.partition(".")[0] in trace and trace[part] is not None]
-        return {part: rounded(trace[part]) for part in there}
+        return {"name": trace.name} | {part: rounded(trace[part]) for part in there}
 
     return {name: [arrays(trace) for trace in figure.data] for name, figure in results.figures().items()}
 
