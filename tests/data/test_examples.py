@@ -270,10 +270,12 @@ def test_a_limit_takes_windows_of_the_whole_corpus():
     own, novels = train_tokenizer(builtin_texts("heldout")[:1], vocab_size=400), builtin_texts("heldout")
     builtin = read_examples("corpus:builtin", own, 128, limit=100)
     assert (builtin.meta["name"], builtin.meta["sequence_length"]) == ("corpus:builtin/heldout", 128)
-    texts = [own.decode(e.input_ids) for e in both(builtin)]
-    shares = [sum(text in novel for text in texts) / 100 for novel in novels]
-    assert sum(shares) == 1, "contiguous within a document"
-    assert abs(shares[0] - len(novels[0]) / sum(map(len, novels))) < 0.2
+    assert all(any(own.decode(e.input_ids) in novel for novel in novels) for e in both(builtin))
+    texts = [words(*[number] * length) for number, length in enumerate((9000, 2000, 600, 400))]
+    found = both(read_examples(texts, tokenizer(), 64, limit=100, sequence_length=8))
+    shares = [sum(e.document == number for e in found) / 100 for number in range(4)]
+    assert shares == pytest.approx([0.75, 0.167, 0.05, 0.033], abs=0.06)  # by length; 0.25 each by document
+    assert all(set(e.input_ids.tolist()) == set(ids(e.document)) for e in found), "contiguous within a document"
 
 
 # --- held out ---------------------------------------------------------------------------------------------------------

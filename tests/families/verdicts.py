@@ -101,10 +101,10 @@ class Verdict:
 
 
 def stated(task, model_type):
-    """The verdict of a row of the page."""
+    """The verdict of a row of the page, and whether its branches are known and its first layers can be cut out."""
     begins = f"| `{model_type}` | `{zoo.class_name(model_type, task)}` | "
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith(begins))
-    return row.removeprefix(begins).partition(" | ")[0]
+    return row.removeprefix(begins).split(" | ")[:3]
 
 
 def examine(task, model_type, model=None):

@@ -12,9 +12,8 @@ from pandas.testing import assert_frame_equal
 from fulldepth.data import open_source
 from fulldepth.hf import load_processor
 from fulldepth.measurement import measure
-from fulldepth.metrics import nc1
 from measurement import oracle
-from metrics.oracle import cosines, steps
+from metrics.oracle import cosines, nc1, steps
 from refusals import refused
 
 KEYS = ["measure", "site", "layer", "other", "statistic"]
@@ -95,7 +94,7 @@ def test_policies_for_images(checkpoint, picture_folder, family, policy, chosen)
     labels = np.repeat([record.label for record in source.records], kept.shape[2])
     flat = kept.reshape(len(kept), -1, kept.shape[-1])
     assert_allclose(results.values("displacement", "mean", "residual"), steps(flat).mean(1), rtol=1e-7)
-    expected = [nc1(torch.from_numpy(h), torch.tensor(labels)).item() for h in flat]
+    expected = [nc1(h, labels) for h in flat]
     assert_allclose(results.values("nc1", "value"), expected, rtol=1e-3)
     right = (output.logits.argmax(-1).numpy() == [record.label for record in source.records]).mean()
     assert results.values("lens_accuracy", "mean").iloc[-1] == pytest.approx(right)

@@ -235,6 +235,7 @@ def test_a_page_is_short_narrow_and_full_of_data(pages, visit, ready, kind):
     assert page.evaluate("document.documentElement.scrollHeight") <= TALLEST[kind]
     unfold(page)
     assert page.evaluate(EMPTY) == []
+    assert page.locator(".plot").count() > 0 or kind == "generation"
     names = page.locator(".plot").evaluate_all("(all) => all.map((div) => [div.getAttribute('role'), div.ariaLabel])")
     assert all(role == "img" and len(name) > 20 for role, name in names)
     page.set_viewport_size({"width": 320, "height": 844})
@@ -365,6 +366,8 @@ CUT = """() => [...document.querySelectorAll(".verdict-table")].flatMap((box) =>
 def test_toolbars_cover_nothing_and_no_column_is_cut(pages, visit, kind):
     page = visit(pages(kind))
     unfold(page)
+    assert page.locator(".plot").count() > 0
+    assert page.locator(".verdict-table").count() > 0 or kind == "language_model"
     assert page.evaluate(COVERED) == []
     assert page.evaluate(CUT) == []
 

@@ -27,7 +27,8 @@ from reporting import skip_folders as folders
 from reporting import synthetic
 from reporting.plotted import joined
 from reporting.synthetic import payload_of
-from skip.word_tokenizer import tokenizer, words
+from skip.test_curve import pairs
+from skip.word_tokenizer import tokenizer
 from tiny_models import build
 
 ORDER = ("bench", "curve", "out", "another")
@@ -226,12 +227,6 @@ def test_where_the_page_goes(root, tmp_path):
         report([root / "out"], tmp_path / "file")
     assert unique_names([Path("/a/out"), Path("/a/curve")]) == ["out", "curve"]
     assert unique_names([Path("/a/out"), Path("/b/out")]) == ["a/out", "b/out"]
-
-
-def pairs(count):
-    generator = np.random.default_rng(0)
-    draw = lambda least, most: words(*generator.integers(0, 80, generator.integers(least, most)).tolist())  # noqa: E731
-    return [{"prompt": draw(2, 6), "response": draw(1, 7)} for _ in range(count)]
 
 
 @pytest.fixture(scope="module")

@@ -10,34 +10,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import transformers as tf
 
 import gguf_files
-import tiny_models
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.llama_cpp import LlamaCpp
 from fulldepth.execution.serving import LlamaServer, Load, VllmServer, in_llama_cpp
-from fulldepth.hf import anatomy_candidates
 from fulldepth.results import Results
-from fulldepth.skip import under_load
 from fulldepth.skip.bench import bench
 from fulldepth.skip.exports.export import export
 from json_files import read_json
 from refusals import refused
 from reporting.synthetic import payload_of
 from skip import planned
+from skip.test_bench_gguf import tiny
 
 VOCABULARY = 320
 NAMES = ("full.gguf", "thin.gguf", "deep.gguf")
 SMALL = {"contexts": [8], "max_new_tokens": 4, "repeats": 9, "warmup": 1}
-
-
-def tiny(vocabulary=VOCABULARY):
-    torch.manual_seed(3)
-    options = tiny_models.DECODER | {"vocab_size": vocabulary, "intermediate_size": 64}
-    return tiny_models.strengthened(tf.LlamaForCausalLM(tf.LlamaConfig(**options)), 6.0).eval()
 
 
 @pytest.fixture(scope="module")
@@ -252,11 +243,11 @@ def test_prompts_are_the_beginnings_of_held_out_rows(files, asked):
         )
 
 
+@pytest.mark.usefixtures("unproven")
 def test_what_cannot_be_served_is_refused_with_what_can(files, tmp_path, monkeypatch):
     full, thin = files / "full.gguf", files / "thin.gguf"
     model = tiny()
     model.name_or_path = ""
-    monkeypatch.setattr("fulldepth.skip.exports.export.prove_export", lambda *_: 0.0)
     fast = export(planned.plan(model, [2], values=None), model, "fast", tmp_path / "fast").path
     monkeypatch.setattr("fulldepth.execution.serving.find_spec", lambda _: None)
     cases = [
@@ -276,5 +267,3 @@ def test_what_cannot_be_served_is_refused_with_what_can(files, tmp_path, monkeyp
     ):
         with refused(words):
             bench(full, [thin], **options)
-    assert under_load.CAN_SERVE.endswith("by vLLM.")
-    assert anatomy_candidates(model)
