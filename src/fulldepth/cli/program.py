@@ -194,7 +194,7 @@ def ending_cleanly() -> Iterator[None]:
 
 def _less_memory() -> str:
     """What takes less memory, in options that the running command has."""
-    settings = RUNNING.get("settings")
+    settings: Any = RUNNING.get("settings")
     known = settings.model_fields if settings else {}
     sizes = [settings.option(name) for name in ("micro_batch_size", "batch_size", "sequence_length") if name in known]
     others = (("device_map", "auto"), ("gradient_checkpointing", True))

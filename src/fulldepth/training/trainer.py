@@ -290,7 +290,7 @@ class RunData:
     validation: Any
     facts: dict[str, Any]
     """Entries for the record; `hash` covers everything that determines the items."""
-    collator: Callable[[list[Any]], dict[str, Any]]
+    collator: Any
     """Function that makes a batch from items."""
     warnings: list[str] = field(default_factory=list)
 
@@ -304,6 +304,12 @@ class RunTrainer(DepthTrainer):
     Checkpoints of sharded weights have the files of other checkpoints, so any number of processes can resume from them,
     with or without sharding.
     """
+
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    train_dataset: Any
 
     def __init__(self, model: Any, arguments: Any, data: RunData, settings: TrainSettings) -> None:
         self.settings = settings
