@@ -121,21 +121,25 @@ def test_sampled_positions_are_unbiased(states, head, labels):
     exact_value = everything(theirs, head, labels, WEIGHTS["linear"])
     exact_value.backward()
     expected = [h.grad for h in theirs] + [p.grad.clone() for p in head.parameters()]
-    draws = 200
+    draws = 400
     head.zero_grad()
-    values, ours = [], leaves(states)
+    values, gradients = [], []
     torch.manual_seed(3)
     for _ in range(draws):
+        ours = leaves(states)
+        head.zero_grad()
         value = aligned_loss(ours, head, labels, chunk=4, positions=0.3)
         value.backward()
         values.append(value.item())
-    sums = [h.grad for h in ours] + [p.grad for p in head.parameters()]
+        gradients.append([h.grad for h in ours] + [p.grad.clone() for p in head.parameters()])
     error = np.std(values) / np.sqrt(draws)
     assert abs(np.mean(values) - exact_value.item()) < 4 * error
     assert error > 0
-    for total, exact in zip(sums, expected, strict=True):
-        # a position is drawn with probability 4/12, so a gradient's deviation is at most about 2 of its size a draw
-        assert_close(total / draws, exact, rtol=0.0, atol=0.3 * float(exact.abs().max()))
+    for drawn, exact in zip(zip(*gradients, strict=True), expected, strict=True):
+        deviation, mean = torch.std_mean(torch.stack(drawn), 0)
+        assert ((mean - exact).abs() <= 4 * deviation / draws**0.5 + 1e-12).all()
+        sizes = torch.stack([(gradient * exact).sum() for gradient in drawn]) / exact.square().sum()
+        assert abs(sizes.mean() - 1) < 4 * sizes.std() / draws**0.5 < 0.09, "a gradient of another size is found"
 
 
 def test_sampled_positions_are_those_that_are_read(states, head, labels):

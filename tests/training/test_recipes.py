@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
 
-from fulldepth.core.errors import FulldepthError
 from fulldepth.settings import assignments
 from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.model import build_config, meta_model
 from fulldepth.training.plan import dry_run_lines
 from fulldepth.training.trainer import batch_split, resolved
+from refusals import refused
 
 JREG = ["jreg-170m", "jreg-1b", "jreg-3.4b"]
 LIME = ["lime-1.2b", "hyper-1.2b", "lime-depth-32"]
@@ -241,10 +241,14 @@ def test_the_penalties_are_the_papers(name, term):
     assert resolved(settings(name)).objective.terms[term] == expected[term]
 
 
+NOT_AT_HAND = {"bert-glue", "deit-small-imagenet", "detr-coco", "gpt2-wikitext", "jreg-sft"}
+NOT_AT_HAND |= {"tiny-bert", "tiny-detr", "tiny-gpt2"}
+"""Recipes whose checkpoint or data a new machine lacks."""
+
+
 @pytest.mark.parametrize("name", recipes.names("train"))
 def test_a_dry_run_without_network_works_or_says_what_to_pass(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    try:
-        dry_run_lines(settings(name))
-    except FulldepthError as error:
-        assert re.search(r"model\.num_labels=N|model\.checkpoint", str(error)), error  # noqa: PT017
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with refused(r"model\.num_labels=N|model\.checkpoint") if name in NOT_AT_HAND else nullcontext():
+        assert dry_run_lines(settings(name))

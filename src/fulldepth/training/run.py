@@ -35,7 +35,7 @@ from fulldepth.training.labelled import image_data, padding_warning, text_data
 from fulldepth.training.model import build_model, start_exit_heads, tying_notes
 from fulldepth.training.plan import plan
 from fulldepth.training.text import conversation_data, packed_data, require_separate_documents
-from fulldepth.training.trainer import RunTrainer, resolved, smaller_batch, training_arguments
+from fulldepth.training.trainer import RunData, RunTrainer, resolved, smaller_batch, training_arguments
 
 DATA = {
     "causal-lm": packed_data,
@@ -100,10 +100,6 @@ def train(
             for line in warnings:
                 watcher.say(line)
             current().first(partial(check_disk, trainer.plain_model, settings, folder, checkpoint))
-            sized = settings
-            if settings.stage == "sft":
-                sizes = [len(ids) for ids in data.train["input_ids"]]
-                sized = settings.model_copy(update={"sequence_length": round(sum(sizes) / len(sizes))})
             origin = check_origin(settings, data.facts["hash"], model, trainer.args, notes.origin, checkpoint)
             meta: dict[str, Any] = {
                 "kind": KIND,
@@ -115,7 +111,7 @@ def train(
                     "model_type": model.config.model_type,
                     "parameters": sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name),
                     "num_layers": find_anatomy(model).num_layers,
-                    "training_flops": plan(sized, data.config, processes=launch.world()).run_flops,
+                    "training_flops": _training_flops(settings, data),
                 },
                 "data": {"name": settings.data.name, **data.facts, "validation_sequences": len(data.validation)},
                 "versions": versions(),
@@ -151,6 +147,14 @@ def train(
             if trainer.args.should_save:
                 results.save(folder, watcher=watcher)  # the page says that the run is complete
             return results
+
+
+def _training_flops(settings: TrainSettings, data: RunData) -> float | None:
+    """Return the FLOPs of a run; of conversations, those of sequences of their mean length."""
+    if settings.stage == "sft":
+        lengths = [len(ids) for ids in data.train["input_ids"]]
+        settings = settings.model_copy(update={"sequence_length": round(sum(lengths) / len(lengths))})
+    return plan(settings, data.config, processes=launch.world()).run_flops
 
 
 def _last_good(folder: Path) -> str:
