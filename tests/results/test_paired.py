@@ -228,6 +228,8 @@ def test_a_series_enters_with_its_last_step_which_is_paired(tmp_path):
         (-0.0199, 0.01, 30, False),
         (0.03, 0.01, 4, False),  # Student's t of three degrees: 3.18 errors
         (0.04, 0.01, 4, True),
+        (0.0236, 0.01, 8, False),  # of seven degrees: 2.365 errors
+        (0.0237, 0.01, 8, True),
         (0.0, 0.0, 30, False),
         (0.04, math.inf, 2, False),
     ],

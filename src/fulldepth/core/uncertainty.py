@@ -31,8 +31,7 @@ GROUPS = 32
 FEWEST_CLUSTERS = 3
 """Fewest clusters from which a standard error is stated."""
 FEWEST_DOCUMENTS = 8
-"""Fewest documents on which losses are compared by `SIGNIFICANT` standard errors, and a search drops a candidate or is
-sure of its pick."""
+"""Fewest documents on which a search drops a candidate or is sure of its pick."""
 DRAWS = 1000
 """Draws of a bootstrap."""
 SIGNIFICANT = 2.0
@@ -358,11 +357,11 @@ class Difference(NamedTuple):
     def reach(self) -> float:
         """Half of the 95 % interval for any such data; infinite if the error is not known.
 
-        2 standard errors, or for fewer than `FEWEST_DOCUMENTS` documents by Student's t.
+        Standard errors by Student's t, and at least 2.
         """
         if math.isinf(self.standard_error):
             return math.inf
-        return self.standard_error * (SIGNIFICANT if self.documents >= FEWEST_DOCUMENTS else quantile(self.documents))
+        return self.standard_error * max(SIGNIFICANT, quantile(self.documents))
 
     @property
     def in_errors(self) -> float:

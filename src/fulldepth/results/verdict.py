@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from fulldepth.core.number_format import plus_minus, rounded
-from fulldepth.core.uncertainty import FEWEST_CLUSTERS, FEWEST_DOCUMENTS, SIGNIFICANT, Difference, measurable
+from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, Difference, measurable
 from fulldepth.results.differences import Interval
 from fulldepth.results.document import Finding
 
@@ -289,8 +289,8 @@ def difference_in_words(gap: Difference, other: str, units: str) -> str:
     if not gap.measurable:
         return f"no measurable difference from {other} (at most {abs(gap.mean) + gap.reach:.4f} nats)"
     error = f"standard error {gap.standard_error:.4f}, {gap.documents} {units}"
-    if gap.documents < FEWEST_DOCUMENTS:
-        error += f", measurable from {gap.reach / gap.standard_error:.1f} standard errors"
+    if (errors := round(gap.reach / gap.standard_error, 1)) > SIGNIFICANT:
+        error += f", measurable from {errors} standard errors"
     return f"{gap.mean:+.4f} against {other} ({error})"
 
 
