@@ -121,30 +121,6 @@ def test_numbers_are_those_of_scikit_learn_and_a_plain_loop(trained, tokenizer, 
         assert_allclose(early.value.item(), gain[1 : depth // 2 + 1].mean(), rtol=1e-9)
 
 
-def test_paired_error_is_that_of_leaving_documents_out(trained, pages, tmp_path):
-    """Oracle: the ratio estimator's error over documents (Cochran 6.3), from each document measured alone."""
-    fit = tmp_path / "fit.jsonl"
-    jsonl(fit, *({"text": text} for text in pages[20:]))
-    options = {
-        "measures": LINEAR, "fit": str(fit), "one_per_row": True, "sequence_length": LENGTH, "lens_tokens": None,
-        "dtype": "float64",
-    }  # fmt: skip
-    whole = measure(trained, pages[:8], **options)
-    alone = [measure(trained, [text], **options).table for text in pages[:8]]
-
-    def gains(table, statistic, layer):
-        rows = table[(table.measure == LINEAR[1]) & (table.statistic == statistic)]
-        row = rows[rows.layer.isna()] if layer is None else rows[rows.layer == layer]
-        return row.value.item(), row["count"].item()
-
-    for statistic, layer in (("gain", 0), ("gain", 2), ("gain_of_early_layers", None)):
-        value, count = gains(whole.table, statistic, layer)
-        parts = np.array([gains(table, statistic, layer) for table in alone])
-        deviations = (parts[:, 0] - value) * parts[:, 1] / count
-        expected = np.sqrt(8 / 7 * np.square(deviations).sum())
-        assert_allclose(gains(whole.table, f"standard_error_of_{statistic}", layer)[0], expected, rtol=1e-8)
-
-
 class Turn(nn.Module):
     """A layer that rotates the stream."""
 
