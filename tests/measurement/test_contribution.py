@@ -1,4 +1,4 @@
-"""Contributions of layers, attention and MLP, against plain loops over states from hooks on stock models in float64."""
+"""Contributions of layers, attention and MLP of BERT, whose norms stand in the stream; see `test_causes_oracle`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,6 @@ import transformers as tf
 from fulldepth.measurement import measure
 
 T, N = 16, 6
-CASES = {
-    "llama": (tf.LlamaForCausalLM, "model.layers", "self_attn", "mlp"),
-    "gpt2": (tf.GPT2LMHeadModel, "transformer.h", "attn", "mlp"),
-    "gpt_neox": (tf.GPTNeoXForCausalLM, "gpt_neox.layers", "attention", "mlp"),
-    "gemma3": (tf.Gemma3ForCausalLM, "model.layers", "post_attention_layernorm", "post_feedforward_layernorm"),
-    "bert": (tf.BertForMaskedLM, "bert.encoder.layer", "attention.output.dense", "output.dense"),
-}
-"""Family -> class, blocks, and inside a block the modules whose outputs are added to the stream."""
 
 
 def first(value):
@@ -28,11 +20,10 @@ def first(value):
 
 
 @torch.no_grad()
-def updates_of(name, model, inputs):
+def updates_of(model, inputs):
     """(part, layer) -> update and stream that it is added to, `[B, T, D]` each; for `PART stream` the stream after the
     part and before it.
     """
-    _, path, attention, mlp = CASES[name]
     seen = {}
     handles = []
 
@@ -42,28 +33,25 @@ def updates_of(name, model, inputs):
     def keep_input(_, args, kwargs, layer):
         seen["x", layer] = (args[0] if args else kwargs["hidden_states"]).clone()
 
-    blocks = list(model.get_submodule(path))
+    blocks = list(model.bert.encoder.layer)
     for layer, block in enumerate(blocks, start=1):
-        read = partial(keep_input, layer=layer)
-        handles.append(block.register_forward_pre_hook(read, with_kwargs=True))
+        handles.append(block.register_forward_pre_hook(partial(keep_input, layer=layer), with_kwargs=True))
         keep(block, ("y", layer))
-        keep(block.get_submodule(attention), ("attention", layer))
-        keep(block.get_submodule(mlp), ("mlp", layer))
-        if name == "bert":
-            keep(block.get_submodule("attention.output.LayerNorm"), ("middle", layer))
+        keep(block.attention.output.dense, ("attention", layer))
+        keep(block.attention.output.LayerNorm, ("middle", layer))
+        keep(block.output.dense, ("mlp", layer))
     model(**inputs)
     for handle in handles:
         handle.remove()
     found = {}
     for layer in range(1, len(blocks) + 1):
         x = seen["x", layer]
-        middle = {"gpt_neox": x, "bert": seen.get(("middle", layer))}.get(name, x + seen["attention", layer])
+        middle = seen["middle", layer]
         found["layer", layer] = seen["y", layer] - x, x
         found["attention", layer] = seen["attention", layer], x
         found["mlp", layer] = seen["mlp", layer], middle
-        after = middle if name == "bert" else x + seen["attention", layer]
         found["layer stream", layer] = seen["y", layer], x
-        found["attention stream", layer] = after, x
+        found["attention stream", layer] = middle, x
     return found
 
 
@@ -74,21 +62,19 @@ def plain(update, stream):
     return norm / size, math.fsum(a * b for a, b in zip(update, stream, strict=True)) / (norm * size)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_contributions_are_those_of_a_loop_over_hooked_states(name, checkpoint, text_file):
-    folder = checkpoint(name)
+def test_contributions_are_those_of_a_loop_over_hooked_states(checkpoint, text_file):
+    folder = checkpoint("bert")
     results = measure(
         folder, text_file, measures=["contribution"], max_sequences=N, batch_size=4, sequence_length=T,
         dtype="float64", order="first",
     )  # fmt: skip
-    model = CASES[name][0].from_pretrained(folder, dtype=torch.float64).eval()
+    model = tf.BertForMaskedLM.from_pretrained(folder, dtype=torch.float64).eval()
     tokenizer = tf.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(text_file.read_text(), add_special_tokens=False)["input_ids"]
-    ends = ([tokenizer.cls_token_id], [tokenizer.sep_token_id]) if name == "bert" else ([], [])
-    inside = T - sum(map(len, ends))
-    rows = [ends[0] + ids[n * inside : (n + 1) * inside] + ends[1] for n in range(N)]
+    inside = T - 2
+    rows = [[tokenizer.cls_token_id, *ids[n * inside : (n + 1) * inside], tokenizer.sep_token_id] for n in range(N)]
     expected = {}
-    for (part, layer), (update, stream) in updates_of(name, model, {"input_ids": torch.tensor(rows)}).items():
+    for (part, layer), (update, stream) in updates_of(model, {"input_ids": torch.tensor(rows)}).items():
         for suffix, start in (("", 0), (":no-first", 1)):
             pairs = zip(*(state[:, start:].flatten(0, 1).tolist() for state in (update, stream)), strict=True)
             numbers = [plain(*pair) for pair in pairs]

@@ -15,6 +15,7 @@ from numpy.testing import assert_allclose
 from sklearn.linear_model import Ridge
 from torch import nn
 
+import tiny_models
 from data.conftest import jsonl
 from fulldepth.core.progress import Watcher
 from fulldepth.data import open_source, prepare
@@ -24,7 +25,7 @@ from fulldepth.metrics.linear_lens import STRENGTHS
 from fulldepth.reporting.page import render
 from fulldepth.results import PAGE, Results
 from golden import tables
-from measurement import oracle
+from measurement import causes, oracle
 from refusals import refused
 
 PLAIN = ["lens_accuracy", "lens_loss"]
@@ -69,15 +70,14 @@ def states_of(model, sequences):
     return np.concatenate(parts, axis=1)
 
 
-@pytest.mark.parametrize("batch_size", [1, 5])
-def test_numbers_are_those_of_scikit_learn_and_a_plain_loop(trained, tokenizer, pages, fitted, tmp_path, batch_size):
+def test_numbers_are_those_of_scikit_learn_and_a_plain_loop(trained, tokenizer, pages, fitted, tmp_path):
     measured = [text[: 60 + 7 * n] for n, text in enumerate(pages[:12])]
     other = [text[: 90 + 5 * n] for n, text in enumerate(pages[12:50])]
     fit = tmp_path / "fit.jsonl"
     jsonl(fit, *({"text": text} for text in other))
     results = measure(
         trained, measured, measures=PLAIN + LINEAR, fit=str(fit), one_per_row=True, sequence_length=LENGTH,
-        lens_tokens=None, dtype="float64", tokenizer=tokenizer, batch_size=batch_size,
+        lens_tokens=None, dtype="float64", tokenizer=tokenizer, batch_size=5,
     )  # fmt: skip
     ((sequences, held_out),) = fitted
     ids = [tuple(tokenizer(text)["input_ids"][:LENGTH]) for text in other]
@@ -119,30 +119,6 @@ def test_numbers_are_those_of_scikit_learn_and_a_plain_loop(trained, tokenizer, 
         assert_allclose(numbers(results, linear, "gain"), gain, rtol=1e-9, atol=1e-12)
         early = results.table[(results.table.measure == linear) & (results.table.statistic == "gain_of_early_layers")]
         assert_allclose(early.value.item(), gain[1 : depth // 2 + 1].mean(), rtol=1e-9)
-
-
-def test_paired_error_is_that_of_leaving_documents_out(trained, pages, tmp_path):
-    """Oracle: the ratio estimator's error over documents (Cochran 6.3), from each document measured alone."""
-    fit = tmp_path / "fit.jsonl"
-    jsonl(fit, *({"text": text} for text in pages[20:]))
-    options = {
-        "measures": LINEAR, "fit": str(fit), "one_per_row": True, "sequence_length": LENGTH, "lens_tokens": None,
-        "dtype": "float64",
-    }  # fmt: skip
-    whole = measure(trained, pages[:8], **options)
-    alone = [measure(trained, [text], **options).table for text in pages[:8]]
-
-    def gains(table, statistic, layer):
-        rows = table[(table.measure == LINEAR[1]) & (table.statistic == statistic)]
-        row = rows[rows.layer.isna()] if layer is None else rows[rows.layer == layer]
-        return row.value.item(), row["count"].item()
-
-    for statistic, layer in (("gain", 0), ("gain", 2), ("gain_of_early_layers", None)):
-        value, count = gains(whole.table, statistic, layer)
-        parts = np.array([gains(table, statistic, layer) for table in alone])
-        deviations = (parts[:, 0] - value) * parts[:, 1] / count
-        expected = np.sqrt(8 / 7 * np.square(deviations).sum())
-        assert_allclose(gains(whole.table, f"standard_error_of_{statistic}", layer)[0], expected, rtol=1e-8)
 
 
 class Turn(nn.Module):
@@ -300,14 +276,67 @@ def test_is_measured_only_by_name(trained, pages):
     assert not table.measure.str.startswith("linear").any()
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_masked_models_and_other_families(family, checkpoint, pages):
+def t5(tokenizer):
+    """A tiny T5 in float64."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    config = tf.T5Config(**sizes, pad_token_id=0, eos_token_id=0, decoder_start_token_id=0)
+    return tiny_models.shaken(tf.T5ForConditionalGeneration(config)).double().eval()
+
+
+@pytest.mark.parametrize("kind", ["masked", "decoder"])
+@torch.no_grad()
+def test_masked_tokens_and_targets_of_a_decoder(kind, checkpoint, tokenizer, bert_tokenizer, pages, monkeypatch):
+    """scikit-learn's ridge on stock states at the predicted tokens; a mapped state is read in place of the last one."""
+    read = []
+
+    def watched(subject, settings, prepared=linear_lens.fitting_sequences):
+        read[:] = [subject.sequences.examples, prepared(subject, settings).examples]
+        return prepared(subject, settings)
+
+    monkeypatch.setattr(linear_lens, "fitting_sequences", watched)
+    if kind == "masked":
+        model = tf.BertForMaskedLM.from_pretrained(checkpoint("bert"), dtype=torch.float64).eval()
+        data, blocks, own = [text[:120] for text in pages], "bert.encoder.layer", bert_tokenizer
+    else:
+        model, blocks, own = t5(tokenizer), "decoder.block", tokenizer
+        data = [{"input": text[:60], "target": text[60:140]} for text in pages]
     results = measure(
-        checkpoint(family), pages[:12], measures=PLAIN + LINEAR, fit="corpus:builtin", sequence_length=LENGTH
-    )
-    for plain, linear in zip(PLAIN, LINEAR, strict=True):
-        assert numbers(results, plain, "mean")[-1] == numbers(results, linear, "mean")[-1]
-    assert (numbers(results, LINEAR[1], "mean")[:-1] < numbers(results, PLAIN[1], "mean")[:-1] + 0.1).all()
+        model, data, tokenizer=own, measures=PLAIN + LINEAR, max_sequences=8, lens_tokens=None, batch_size=3,
+        fit_sequences=52,
+    )  # fmt: skip
+
+    def inputs(example):
+        if kind == "masked":
+            return {"input_ids": example.masked_ids[None]}
+        return {"input_ids": example.encoder_ids[None], "labels": example.labels[None]}
+
+    def states(example):  # [L+1, N, D]
+        return oracle.taps(model, blocks, inputs(example))[0][:, 0, example.labels != -100]
+
+    def losses(example, last):  # [N]
+        known = example.labels != -100
+
+        def replaced(_, args, output):
+            states = causes.first(output).clone()
+            states[0, known] = torch.from_numpy(last)
+            return causes.with_first(output, states)
+
+        with causes.hooked(model.get_submodule(blocks)[-1].register_forward_hook(replaced)):
+            logits = model(**inputs(example)).logits[0, known]
+        return nn.functional.cross_entropy(logits, example.labels[known], reduction="none").numpy()
+
+    measured, fitted = read
+    known = np.concatenate([states(example) for example in fitted], axis=1)
+    entry = results.meta["linear_lens"]
+    assert entry["positions"] == known.shape[1] >= 5 * WIDTH
+    for layer, ridge in enumerate([*entry["ridge"], None]):
+        plain = [states(example)[layer] for example in measured]
+        fit = None if ridge is None else Ridge(ridge, solver="cholesky").fit(known[layer], known[-1])
+        mapped = plain if fit is None else [fit.predict(of_example) for of_example in plain]
+        for name, lasts in ((PLAIN[1], plain), (LINEAR[1], mapped)):
+            expected = np.concatenate([losses(*pair) for pair in zip(measured, lasts, strict=True)]).mean()
+            assert_allclose(numbers(results, name, "mean")[layer], expected, rtol=3e-6)
 
 
 def test_rows_of_pairs_are_fitted_on_other_rows(trained, pages, fitted):
@@ -319,21 +348,6 @@ def test_rows_of_pairs_are_fitted_on_other_rows(trained, pages, fitted):
     assert entry["data"]["sequences"] <= len(rows) - 8
     assert entry["positions"] >= 20 * WIDTH
     assert len(set(fitted[0][0])) == entry["data"]["sequences"]
-
-
-def test_decoder_of_an_encoder_decoder(tokenizer, pages):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": len(tokenizer), "d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    config = tf.T5Config(**sizes, pad_token_id=0, eos_token_id=0, decoder_start_token_id=0)
-    rows = [{"input": text[:60], "target": text[60:140]} for text in pages]
-    results = measure(
-        tf.T5ForConditionalGeneration(config).eval(), rows, tokenizer=tokenizer, measures=["default", *LINEAR],
-        max_sequences=8, lens_tokens=None,
-    )  # fmt: skip
-    table = results.table[results.table.measure.isin(LINEAR)]
-    assert set(table.site.str.partition(":")[0]) == {"decoder"}
-    assert table.value.notna().all()
-    assert results.meta["linear_lens"]["positions"] >= 20 * WIDTH
 
 
 def test_bfloat16(trained, pages):

@@ -64,6 +64,7 @@ def test_linear_lens(name, documents, fitting):
     ids = causes.ids_of(documents)
     states = [causes.run(model, family, each)[0] for each in ids]
     unseen = np.concatenate(states, axis=1)
+    early = {"accuracy": [], "loss": []}  # of layers 1 and 2: what documents gain, and their numbers of positions
     for layer in range(LAYERS + 1):
         lens = None if layer == LAYERS else Ridge(strengths[layer], solver="cholesky").fit(fitted[layer], fitted[-1])
         mapped = [of_document[layer] if lens is None else lens.predict(of_document[layer]) for of_document in states]
@@ -80,6 +81,8 @@ def test_linear_lens(name, documents, fitting):
                 assert here["mean", "residual", layer, None] == pytest.approx(last, rel=1e-12)
                 continue
             sums, counts = causes.totals(of_linear, of_plain)
+            if 1 <= layer <= LAYERS // 2:
+                early[measure].append((sign * sums, counts))
             assert here["gain", "residual", layer, None] == pytest.approx(sign * sums.sum() / counts.sum(), **LENS)
             error = here["standard_error_of_gain", "residual", layer, None]
             assert error == pytest.approx(causes.ratio_error(sums, counts), **LENS)
@@ -89,6 +92,12 @@ def test_linear_lens(name, documents, fitting):
                 other = Ridge(strengths[layer] * factor).fit(fitted[layer], fitted[-1])
                 missed[factor] = np.square(other.predict(unseen[layer]) - unseen[-1]).sum()
             assert missed[1] < 1.1 * min(missed.values())
+    for measure, of_layers in early.items():
+        sums, counts = np.mean(of_layers, axis=0)
+        expected = sums.sum() / counts.sum(), causes.ratio_error(sums, counts)
+        for name, value in zip(("gain", "standard_error_of_gain"), expected, strict=True):
+            (got,) = results.values(f"linear_lens_{measure}", f"{name}_of_early_layers")
+            assert got == pytest.approx(value, **LENS)
 
 
 def test_linear_lens_reads_no_document_that_is_measured(documents, fitting, tmp_path):
