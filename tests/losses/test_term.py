@@ -80,7 +80,7 @@ def test_terms_in_settings_are_checked_when_they_are_read(argument, word):
 
 def test_nothing_switches_off_what_the_method_has():
     chosen = settings("method=cr", "objective.orthogonality=null", "objective.coherence.target=0.5")
-    assert resolved(chosen).objective.terms == {"coherence": {"target": 0.5}}
+    assert resolved(chosen).objective.terms == {"coherence": {"weight": 0.01, "target": 0.5}}
     assert list(make_objective(resolved(chosen)).terms) == ["coherence"]
     assert resolved(resolved(chosen).model_copy(update={"method": "standard"})).objective == resolved(chosen).objective
 
