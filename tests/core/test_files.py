@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pydantic
 import pytest
@@ -64,6 +65,16 @@ def test_a_document_is_validated_strictly(tmp_path):
         path.write_text(text)
         with refused(f"point.json: {where}: "):
             files.read_document(path, Point)
+
+
+def test_a_document_of_another_version_is_not_called_damaged(tmp_path):
+    class Versioned(pydantic.BaseModel):
+        schema_version: Literal[4]
+
+    path = tmp_path / "progress.json"
+    path.write_text('{"schema_version": 3}')
+    with refused(r"progress\.json: it has schema_version 3, this fulldepth reads 4\."):
+        files.read_document(path, Versioned)
 
 
 def test_any_library_error_names_the_file_but_interruption_passes():

@@ -23,7 +23,7 @@ from fulldepth.skip import loss_cache
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.search import search
 from hostile import damaged_json
-from json_files import read_json
+from json_files import read_json, write_json
 from marks import thorough
 from refusals import refused
 from skip import plain
@@ -172,6 +172,16 @@ def test_progress_of_another_search_is_refused(model, examples, tmp_path):
         with refused(words):
             search(one, data, output=folder, **(OPTIONS | {"resume": True} | options))
         assert (folder / PROGRESS).read_bytes() == before
+
+
+def test_progress_of_another_version_says_so(model, examples, tmp_path):
+    options = {**UNFITTED, "search": "greedy", "output": tmp_path / "out", "resume": True}
+    with pytest.raises(Killed):
+        search(model, examples, watcher=stopping(8), **options)
+    path = tmp_path / "out" / PROGRESS
+    write_json(path, read_json(path) | {"schema_version": 3})
+    with refused(r"cannot be used: it has schema_version 3, .* Remove the file to start the search again"):
+        search(model, examples, **options)
 
 
 @pytest.mark.parametrize("name", ["greedy", "taylor"])

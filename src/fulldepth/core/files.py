@@ -140,12 +140,18 @@ def validated(path: str | Path, value: Any, schema: type[T]) -> T:
     """Validate a value that was read from a JSON file strictly against a schema, and return it.
 
     Raises:
-        FulldepthError: if it does not match; names the file and the first invalid entry.
+        FulldepthError: if it does not match; names the file and the first invalid entry, or the version of the
+            schema if the file has another one.
     """
     try:
         return pydantic.TypeAdapter(schema).validate_json(json.dumps(value), strict=True)
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False)[0]
+        if problem["loc"] == ("schema_version",) and problem["type"] == "literal_error":
+            raise FulldepthError(
+                f"Cannot read {path}: it has schema_version {one_line(repr(problem['input']), 20)}, "
+                f"this fulldepth reads {problem['ctx']['expected']}."
+            ) from error
         where = ".".join(map(str, problem["loc"])) or "the document"
         raise FulldepthError(f"Cannot read {path}: {one_line(where)}: {one_line(problem['msg'])}.") from error
 

@@ -449,7 +449,7 @@ def read_results_document(path: Path) -> dict[str, Any]:
     version = value.get("schema_version") if isinstance(value, dict) else None
     if type(version) is not int or version != SCHEMA_VERSION:
         stated_version = version if isinstance(version, int) else type(version).__name__
-        raise FulldepthError(f"{path} has schema version {stated_version}, this fulldepth reads {SCHEMA_VERSION}.")
+        raise FulldepthError(f"{path} has schema_version {stated_version}, this fulldepth reads {SCHEMA_VERSION}.")
     validated(path, value, Document)
     return dict(value)
 

@@ -310,19 +310,19 @@ class LossCache:
         try:
             stored = read_document(self.path, StoredProgress, most=MOST_BYTES)
         except FulldepthError as error:
-            raise self._damaged(str(error).removeprefix(f"Cannot read {self.path}: ")) from error
+            raise self._unusable(str(error).removeprefix(f"Cannot read {self.path}: ")) from error
         if different := differences(stored.of, self.fingerprint):
             raise FulldepthError(f"{self.path} holds another search: {different}. Choose another output folder.")
         steps = [step.model_dump() for step in stored.steps]
         if stored.sha256 != _digest(steps):
-            raise self._damaged("its steps are not those that were written")
+            raise self._unusable("its steps are not those that were written")
         return steps
 
-    def _damaged(self, reason: str) -> FulldepthError:
-        """The error for an unusable progress file."""
+    def _unusable(self, reason: str) -> FulldepthError:
+        """The error for a progress file that the search cannot go on from."""
         return FulldepthError(
-            f"The progress in {self.path} is damaged: {one_line(reason).rstrip('.')}. Remove the file to start the "
-            "search again."
+            f"The progress in {self.path} cannot be used: {one_line(reason).rstrip('.')}. Remove the file to start "
+            "the search again."
         )
 
 
