@@ -54,11 +54,16 @@ CHOSEN_ON: dict[str, tuple[str, dict[str, Any]]] = {
 """Target -> the text on which a search chooses what is removed, and what it is asked for."""
 TARGETS = (*PARTS, *CHOSEN_ON)
 CHOOSING_ROWS = 48
-ARMS = ("novels", "wikitext", "own chat", "own text", "own chat and novels", "GSM8K own answers")
-READ = ("novels", "wikitext", "GSM8K answers", "own chat")
-TASKS = ["lambada_local", "arc_easy_local", "piqa_local"]
 ROWS = 200
 LENGTH = 256
+ARMS = ("novels", "wikitext", "own chat", "own text", "own chat and novels", "GSM8K own answers")
+ALSO: dict[str, tuple[str, dict[str, Any]]] = {
+    "novels refitted only": ("novels", {"steps": 0}),
+    "novels 300 steps": ("novels", {"steps": 300, "global_batch_size": 4, "max_sequences": 4 * ROWS}),
+}
+"""Arm that runs if it is named -> the text it is healed on, and what differs from the other arms."""
+READ = ("novels", "wikitext", "GSM8K answers", "own chat")
+TASKS = ["lambada_local", "arc_easy_local", "piqa_local"]
 READ_ROWS = 48
 EXAMPLES = 500
 OTHER_SEED = 99
@@ -157,9 +162,9 @@ class Bench:
         name = f"{target}-{arm}-{seed}".replace(" ", "-")
         healed = self.folder / name
         if not healed.exists():
-            options = {"steps": 75, "global_batch_size": 4, "control": False, "seed": seed}
-            options |= {"max_sequences": ROWS, "sequence_length": LENGTH}
-            heal(self.plan(target, seed), MODEL, self.data(arm, seed), healed, progress=True, **options)
+            text, changed = ALSO.get(arm, (arm, {"steps": 75, "global_batch_size": 4}))
+            options = {"max_sequences": ROWS, "sequence_length": LENGTH, "control": False, "seed": seed, **changed}
+            heal(self.plan(target, seed), MODEL, self.data(text, seed), healed, progress=True, **options)
         tokenizer = load_tokenizer(MODEL)
         models = {"original": open_model(MODEL).model, "healed": load(healed)}
         removed = json.loads(self.plan(target, seed).read_text())["blocks"]
@@ -219,7 +224,7 @@ def main() -> None:
     running = verbs.add_parser("run")
     running.add_argument("folder", type=Path)
     running.add_argument("--data", type=Path, required=True)
-    running.add_argument("--arms", default="all")
+    running.add_argument("--arms", default="all", help=f"besides {', '.join(ARMS)}: {', '.join(ALSO)}")
     running.add_argument("--targets", default=",".join(TARGETS))
     running.add_argument("--seeds", default="0,1,2")
     printing = verbs.add_parser("table")
