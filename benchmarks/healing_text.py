@@ -57,9 +57,10 @@ CHOOSING_ROWS = 48
 ROWS = 200
 LENGTH = 256
 ARMS = ("novels", "wikitext", "own chat", "own text", "own chat and novels", "GSM8K own answers")
+TRAINING = {"global_batch_size": 4, "control": False}
 ALSO: dict[str, tuple[str, dict[str, Any]]] = {
     "novels refitted only": ("novels", {"steps": 0}),
-    "novels 300 steps": ("novels", {"steps": 300, "global_batch_size": 4, "max_sequences": 4 * ROWS}),
+    "novels 300 steps": ("novels", {"steps": 300, "max_sequences": 4 * ROWS, **TRAINING}),
 }
 """Arm that runs if it is named -> the text it is healed on, and what differs from the other arms."""
 READ = ("novels", "wikitext", "GSM8K answers", "own chat")
@@ -162,8 +163,8 @@ class Bench:
         name = f"{target}-{arm}-{seed}".replace(" ", "-")
         healed = self.folder / name
         if not healed.exists():
-            text, changed = ALSO.get(arm, (arm, {"steps": 75, "global_batch_size": 4}))
-            options = {"max_sequences": ROWS, "sequence_length": LENGTH, "control": False, "seed": seed, **changed}
+            text, changed = ALSO.get(arm, (arm, {"steps": 75, **TRAINING}))
+            options = {"max_sequences": ROWS, "sequence_length": LENGTH, "seed": seed, **changed}
             heal(self.plan(target, seed), MODEL, self.data(text, seed), healed, progress=True, **options)
         tokenizer = load_tokenizer(MODEL)
         models = {"original": open_model(MODEL).model, "healed": load(healed)}
