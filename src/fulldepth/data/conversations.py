@@ -2,8 +2,9 @@
 chat template or as plain text.
 
 `encode_pair` makes the ids of a prompt and of its response. `response_examples` makes an `Example` of each response,
-whose labels are the response's ids, or with `score=all` all ids but the first, and `IGNORE` elsewhere; training does
-the same for all responses of a chat in one sequence (`training.text.chat_examples`).
+whose labels are the response's ids, or with `score=all` all ids but the first, and `IGNORE` elsewhere. Training labels
+all responses of a chat in one sequence, or in several where the template rewrites earlier turns
+(`training.text.chat_examples`).
 """
 
 from __future__ import annotations
@@ -321,7 +322,7 @@ class EncodedTurn(NamedTuple):
     """All that precedes the response."""
     response: list[int]
     after: list[int]
-    """Special tokens after it, which have no loss."""
+    """Special tokens after it, which are no part of it."""
 
     @property
     def ids(self) -> list[int]:
@@ -364,7 +365,7 @@ def encode_pair(
     cut_off: bool | None = None,
     end: str | None = None,
 ) -> tuple[list[int], list[int], list[int]]:
-    """Token ids of the prompt, the response, and the special tokens after it, which have no loss.
+    """Token ids of the prompt, the response, and the special tokens after it, which are no part of it.
 
     Prompt and response are tokenised separately, and the prompt is that of `encode_prompt`. Under a chat template the
     response includes the end-of-turn token, without white space after it, unless it was cut off: then the model did
