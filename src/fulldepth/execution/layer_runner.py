@@ -18,7 +18,7 @@ from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.layer_cache import KNOWN_LAYERS, LayerCache
 from fulldepth.execution.stream import check_close, is_close, reason_of
 from fulldepth.hf import Anatomy, Classifier, cache_argument, cache_in
-from fulldepth.hf.modes import state_in
+from fulldepth.hf.modes import hooked, state_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a block besides the state: positional and keyword arguments (masks, position embeddings, ...)."""
@@ -224,14 +224,10 @@ class LayerRunner:
         def form(module: nn.Module, args: Any, output: Any) -> None:
             self._extras[module] = len(output) - 1 if isinstance(output, tuple | list) else None
 
-        hooks = [block.register_forward_hook(form) for block in dict.fromkeys(self._blocks)]
-        try:
-            with capture(self.anatomy, ["residual"]) as activations:
-                self._body(batch)
-                expected_states = activations["residual"]
-        finally:
-            for hook in hooks:
-                hook.remove()
+        hooks = (block.register_forward_hook(form) for block in dict.fromkeys(self._blocks))
+        with hooked(hooks), capture(self.anatomy, ["residual"]) as activations:
+            self._body(batch)
+            expected_states = activations["residual"]
         try:
             states = self.begin(batch)
             for layer in range(1, self.anatomy.num_layers + 1):

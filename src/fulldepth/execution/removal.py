@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.execution.hooks import capture
 from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.hf import Anatomy, body_inputs
-from fulldepth.hf.modes import state_in, with_state
+from fulldepth.hf.modes import hooked, state_in, with_state
 from fulldepth.hf.scalars import ROLES
 from fulldepth.hf.surgery import first_input
 
@@ -35,15 +35,13 @@ def update_removed(anatomy: Anatomy, layer: int, part: str, where: Tensor) -> It
         where: `[B, T]` bool, the positions.
     """
     whole = part == "layer" and anatomy.not_serial is None
-    with ExitStack() as hooks:
-        modules: list[nn.Module] = [anatomy.blocks[layer - 1]]
-        if not whole:
-            roles = ROLES if part == "layer" else (part,)
-            branches = (anatomy.part(layer, f"{role}_branch") for role in roles)
-            modules = [branch for branch in branches if branch is not None]
-        change = partial(_keep_input if whole else _zero, anatomy, where)
-        for module in modules:
-            hooks.callback(module.register_forward_hook(change, with_kwargs=True).remove)
+    modules: list[nn.Module] = [anatomy.blocks[layer - 1]]
+    if not whole:
+        roles = ROLES if part == "layer" else (part,)
+        branches = (anatomy.part(layer, f"{role}_branch") for role in roles)
+        modules = [branch for branch in branches if branch is not None]
+    change = partial(_keep_input if whole else _zero, anatomy, where)
+    with hooked(module.register_forward_hook(change, with_kwargs=True) for module in modules):
         yield
 
 

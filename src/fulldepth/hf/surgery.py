@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
-from fulldepth.hf.modes import device_of, state_in, with_state
+from fulldepth.hf.modes import device_of, hooked, state_in, with_state
 from fulldepth.hf.scalars import FACTORS_OF_PART, ROLES, Block, Scalars, blocks_of, factor_names
 
 _SWITCHED: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
@@ -368,12 +368,13 @@ def _ports(anatomy: Anatomy) -> dict[int, dict[str, Port]]:
 
     ids = torch.zeros(1, 2, dtype=torch.long, device=device_of(anatomy.model))
     devices = [ids.device] if ids.device.type == "cuda" else []
-    with ExitStack() as hooks, warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices):
+    modules: list[tuple[int, nn.Module]] = []
+    for layer, block in enumerate(anatomy.blocks, start=1):
+        parts = (anatomy.part(layer, f"{role}{end}") for role in ROLES for end in ("", "_branch"))
+        modules += [(layer, module) for module in {block, *block.children(), *filter(None, parts)}]
+    hooks = (module.register_forward_hook(partial(record, layer), with_kwargs=True) for layer, module in modules)
+    with hooked(hooks), warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices):
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # under gradient checkpointing
-        for layer, block in enumerate(anatomy.blocks, start=1):
-            parts = (anatomy.part(layer, f"{role}{end}") for role in ROLES for end in ("", "_branch"))
-            for module in {block, *block.children(), *filter(None, parts)}:
-                hooks.callback(module.register_forward_hook(partial(record, layer), with_kwargs=True).remove)
         anatomy.body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     return {layer: _ports_of_layer(anatomy, layer, calls[layer]) for layer in calls}
 

@@ -9,7 +9,7 @@ import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, logits_of, sample_inputs
 from fulldepth.hf.exit_heads import cut_exit_heads
 from fulldepth.hf.heads import Classifier, uses_fsdp
-from fulldepth.hf.modes import evaluating, is_offloaded, state_in
+from fulldepth.hf.modes import evaluating, hooked, is_offloaded, state_in
 from fulldepth.hf.stream_scale import cut_stream_scale
 from fulldepth.hf.surgery import skipping
 from fulldepth.hf.tying import state_ties
@@ -375,8 +375,6 @@ def state_at(anatomy: Anatomy, layer: int, inputs: Mapping[str, Any]) -> Tensor:
         if next(calls) == layer:
             states.append(state_in(output).clone())
 
-    with ExitStack() as hooks:
-        for block in set(anatomy.blocks):
-            hooks.callback(block.register_forward_hook(keep).remove)
+    with hooked(block.register_forward_hook(keep) for block in set(anatomy.blocks)):
         anatomy.body(**body_inputs(anatomy, inputs))
     return anatomy.stream(states[0])

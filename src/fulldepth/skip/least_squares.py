@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +49,7 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.checkpoint_folder import check_disk_space, check_output_path
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.hf.modes import state_in
+from fulldepth.hf.modes import hooked, state_in
 from fulldepth.hf.scalars import ROLES
 from fulldepth.settings import layer as layered
 from fulldepth.settings.heal import HealSettings
@@ -368,9 +367,7 @@ class Walk:
             seen[module] = inputs[0] if inputs else None, state_in(output)
 
         self.runner.begin(self.batches[number].inputs)
-        with ExitStack() as hooks:
-            for module in modules:
-                hooks.callback(module.register_forward_hook(keep).remove)
+        with hooked(module.register_forward_hook(keep) for module in modules):
             layers = [n for n in range(self.layer + 1, last + 1) if n not in self.gone]
             states = self.runner.run(layers, self.states[number])
         return states, [seen[module] for module in modules]

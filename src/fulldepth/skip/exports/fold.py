@@ -39,7 +39,7 @@ from fulldepth.hf import (
     is_offloaded,
     scale_obstacle,
 )
-from fulldepth.hf.modes import state_in, with_state
+from fulldepth.hf.modes import hooked, state_in, with_state
 from fulldepth.hf.scalars import FACTORS, Scalars
 from fulldepth.hf.stream_scale import stream_scale, write_stream_scale
 from fulldepth.hf.surgery import skipping
@@ -348,7 +348,5 @@ def rounding_error(
         change = torch.empty(state.shape).uniform_(-unit, unit, generator=generator).to(state.device)
         return with_state(output, (state.float() * (1 + change)).to(state.dtype))
 
-    with ExitStack() as hooks:
-        for block in anatomy.blocks:
-            hooks.callback(block.register_forward_hook(reround).remove)
+    with hooked(block.register_forward_hook(reround) for block in anatomy.blocks):
         return relative_error(scaled_logits(anatomy, plan, ids), expected)
