@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.hf.families import FUNCTIONS, Family, Head, rows_of
@@ -440,6 +440,11 @@ def text_config(config: Any, decoder: bool = False) -> Any:
     has no parts, as outside of transformers.
     """
     return config.get_text_config(decoder=decoder) if hasattr(config, "get_text_config") else config
+
+
+def config_parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """Name -> configuration: the whole one under the empty name, and the configurations that are its entries."""
+    return {"": config} | {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
 
 
 def unused_positions(model: nn.Module) -> int:

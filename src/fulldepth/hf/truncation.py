@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, logits_of, sample_inputs
+from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, config_parts, logits_of, sample_inputs
 from fulldepth.hf.exit_heads import cut_exit_heads
 from fulldepth.hf.heads import Classifier, uses_fsdp
 from fulldepth.hf.modes import evaluating, hooked, is_offloaded, state_in
@@ -191,9 +191,9 @@ def cut_config(anatomy: Anatomy, remaining: Sequence[int]) -> CutConfig:
         FulldepthError: if the class of the configuration does not accept it.
     """
     whole = anatomy.model.config
-    parts = [("", whole), *((name, part) for name, part in vars(whole).items() if isinstance(part, PreTrainedConfig))]
-    names = [name for name, part in parts if part is anatomy.config]
-    names = names or [name for name, part in parts if part.to_dict() == anatomy.config.to_dict()]
+    parts = config_parts(whole)
+    names = [name for name, part in parts.items() if part is anatomy.config]
+    names = names or [name for name, part in parts.items() if part.to_dict() == anatomy.config.to_dict()]
     if not names:
         raise _refusal(anatomy, remaining, "the configuration of its layers is not a part of the model's")
     entries = whole.to_dict()
@@ -240,8 +240,9 @@ def check_depth(anatomy: Anatomy) -> None:
 
 def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """Return a configuration and its parts, in the order of their names."""
-    parts = sorted((name, part) for name, part in vars(config).items() if isinstance(part, PreTrainedConfig))
-    return [config, *(inner for _, part in parts for inner in _configs(part))]
+    parts = config_parts(config)
+    names = sorted(filter(None, parts))
+    return [config, *(inner for name in names for inner in _configs(parts[name]))]
 
 
 def _depth_names(config: PreTrainedConfig) -> set[str]:

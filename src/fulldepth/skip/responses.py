@@ -14,16 +14,15 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import read_document, write_text
 from fulldepth.core.progress import Watcher
-from fulldepth.data.conversations import CUT_OFF, END, Prompt, as_prompt, conversation_prompts, encode_prompt
+from fulldepth.data.conversations import Prompt, as_prompt, conversation_prompts, encode_prompt
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
-from fulldepth.data.tokens import decode_ids
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import Length, Seed
 from fulldepth.skip.plan import differences
-from fulldepth.skip.sampling import check_writes, continuations, end_tokens
+from fulldepth.skip.sampling import answered_pair, check_writes, continuations, end_tokens, split_end
 from fulldepth.subject import Subject
 
 FILE = "responses.jsonl"
@@ -169,19 +168,14 @@ def _responses(
     unfinished = 0
     tokens = 0
     for number, (prompt, ids) in enumerate(zip(prompts, answers, strict=False), start=1):
-        stop = next((i for i, token in enumerate(ids) if token in ends), None)
-        text, plain = (
-            decode_ids(tokenizer, ids[:stop], skip_special_tokens=skips, clean_up_tokenization_spaces=False)
-            for skips in (False, True)
-        )
-        if not plain.strip():
+        body, end = split_end(ids, ends)
+        pair = answered_pair(tokenizer, prompt, body, end)
+        if pair is None:
             empty.append(number)
             continue
-        unfinished += stop is None
-        tokens += len(ids[:stop])
-        response = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        end = {} if stop is None else {END: decode_ids(tokenizer, ids[stop : stop + 1], skip_special_tokens=False)}
-        pairs.append({"prompt": prompt, "response": response, CUT_OFF: stop is None, **end})
+        unfinished += not end
+        tokens += len(body)
+        pairs.append(pair)
     settings |= {"empty": empty, "unfinished": unfinished, "response_tokens": tokens}
     if not pairs:
         raise FulldepthError(f"The model gave an empty response to each of the {len(answers)} prompts.")
