@@ -80,7 +80,7 @@ from fulldepth.settings.keywords import takes_settings
 from fulldepth.skip.exports.export import NOTES, load, read_notes
 from fulldepth.skip.plan import Plan, healed_rows, overlap, row_of
 from fulldepth.skip.problem import read_data
-from fulldepth.skip.timed import Cell, Row, TimedModel, Timings, bench_document, with_fitting_contexts
+from fulldepth.skip.timed import Cell, ComparedModel, TableRow, Timings, bench_document, with_fitting_contexts
 from fulldepth.skip.under_load import bench_under_load
 from fulldepth.subject import Subject, open_checkpoint
 
@@ -214,7 +214,7 @@ def memory(runner: Runs, ids: Tensor, context: int) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class BenchedModel(TimedModel):
+class BenchedModel(ComparedModel):
     """A model that is loaded, or that llama.cpp runs."""
 
     model: PreTrainedModel | LlamaCpp
@@ -358,14 +358,14 @@ class CallTimes(Timings):
             return f"no measurable difference from {other} (at most {max(ratio.high - 1, 1 - ratio.low):.1%})"
         return f"{ratio.value:.3f} times that of {other} (95 % interval {ratio.low:.3f} to {ratio.high:.3f})"
 
-    def whole_rows(self, label: str) -> Iterator[Row]:
+    def whole_rows(self, label: str) -> Iterator[TableRow]:
         """Rows of a model that belong to no cell: its size, its loss, and ratios over the whole grid."""
         yield from super().whole_rows(label)
         if self.losses is not None:
             yield from self.losses.rows(label)
         yield from self.ratio_rows(label, *self.cells(label))
 
-    def measured_rows(self, label: str, cell: Cell) -> Iterator[Row]:
+    def measured_rows(self, label: str, cell: Cell) -> Iterator[TableRow]:
         """Rows of a model's memory and times in a cell."""
         for measure, size in self.memory.get((label, cell), {}).items():
             yield measure, "model", None, None, "value", size, None, "bytes"

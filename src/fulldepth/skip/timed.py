@@ -20,12 +20,12 @@ from fulldepth.execution.latency import machine
 from fulldepth.results import Finding, finite, provenance, stacked, tabulate
 from fulldepth.settings.bench import BenchSettings
 
-Row = tuple[Any, ...]
+TableRow = tuple[Any, ...]
 """A row of the table, in the order of `results.table.COLUMNS`."""
 
 
 @dataclass(frozen=True)
-class TimedModel(ABC):
+class ComparedModel(ABC):
     """A model of a benchmark."""
 
     label: str
@@ -97,14 +97,14 @@ class Timings(ABC):
         return Finding(None, "1", f"Not {self.refused}: {used}. Run again on a quiet machine.")
 
     @abstractmethod
-    def measured_rows(self, label: str, cell: Cell) -> Iterator[Row]:
+    def measured_rows(self, label: str, cell: Cell) -> Iterator[TableRow]:
         """Rows of what was measured of a model in a cell."""
 
     @abstractmethod
     def ratios(self, label: str, *cells: Cell) -> Iterator[tuple[str, str, Ratio]]:
         """(measure, site, ratio over the baseline's) of a model in cells."""
 
-    def ratio_rows(self, label: str, *cells: Cell) -> Iterator[Row]:
+    def ratio_rows(self, label: str, *cells: Cell) -> Iterator[TableRow]:
         """Rows of a model's ratios: the median over the rounds and its interval; none on a busy machine."""
         if label == self.baseline(label) or self.busy(*cells) is not None:
             return
@@ -113,7 +113,7 @@ class Timings(ABC):
                 if math.isfinite(value):
                     yield measure, site, None, None, statistic, value, self.rounds, "1"
 
-    def whole_rows(self, label: str) -> Iterator[Row]:
+    def whole_rows(self, label: str) -> Iterator[TableRow]:
         """Rows of a model that belong to no cell."""
         for measure, size in self.sizes.get(label, {}).items():
             yield measure, "model", None, None, "value", size, None, "bytes"
@@ -142,7 +142,7 @@ def with_fitting_contexts(settings: BenchSettings, positions: int | None) -> Ben
 
 
 def bench_document(
-    models: Sequence[tuple[TimedModel, dict[str, Any]]],
+    models: Sequence[tuple[ComparedModel, dict[str, Any]]],
     settings: BenchSettings,
     device: torch.device,
     data: dict[str, Any] | None,

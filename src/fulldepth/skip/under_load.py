@@ -42,7 +42,7 @@ from fulldepth.hf import find_gguf, find_tokenizer, load_config, load_tokenizer,
 from fulldepth.results import Finding, Results, unique_names
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.exports.export import NOTES, read_notes
-from fulldepth.skip.timed import Cell, Row, TimedModel, Timings, bench_document, with_fitting_contexts
+from fulldepth.skip.timed import Cell, ComparedModel, TableRow, Timings, bench_document, with_fitting_contexts
 from fulldepth.subject import chosen_tokenizer
 
 P95 = 95
@@ -50,7 +50,7 @@ CAN_SERVE = "Served can be: .gguf files, by llama.cpp; folders of the formats fo
 
 
 @dataclass(frozen=True)
-class ServedModel(TimedModel):
+class ServedModel(ComparedModel):
     """A model that a server can load."""
 
     llama: LlamaCpp | None = None
@@ -111,7 +111,7 @@ class LoadTimes(Timings):
         yield "rate_ratio", "server", self.rate_ratio(label, base, cell)
         yield "first_token_ratio", "server", self.first_token_ratio(label, base, cell)
 
-    def measured_rows(self, label: str, cell: Cell) -> Iterator[Row]:
+    def measured_rows(self, label: str, cell: Cell) -> Iterator[TableRow]:
         """Rows of a model's rate and times to the first token in a cell."""
         rates = self.rates(label, cell)
         first_tokens = [seconds for load in self.times[label, cell] for seconds in load.first_tokens]
