@@ -7,7 +7,6 @@ template, else `own:text`. Rows are samples of the whole softmax (temperature 1)
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, Literal
 from pydantic import JsonValue, NonNegativeInt
 
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.core.files import read_document, reading, write_text
+from fulldepth.core.files import read_document, reading, sha256_of, write_text
 from fulldepth.core.progress import Watcher
 from fulldepth.data.columns import CUT_OFF, END
 from fulldepth.data.conversations import document_start, encode_pair, encode_prompt, user_turn
@@ -58,7 +57,7 @@ class OwnTextNotes(Settings):
     """Rows written so far."""
     next: NonNegativeInt = 0
     """Number of the next row; rows that were left out have numbers, too."""
-    sha256: str = hashlib.sha256().hexdigest()
+    sha256: str = sha256_of("")
     """Digest of the lines of these rows."""
 
 
@@ -193,7 +192,7 @@ class OwnText:
             with reading(path), path.open("a", encoding="utf-8") as file:
                 file.writelines(new)
             lines += new
-            digest = hashlib.sha256("".join(lines).encode()).hexdigest()
+            digest = sha256_of("".join(lines))
             notes = OwnTextNotes(asked=asked, rows=len(lines), next=numbers.stop, sha256=digest)
             write_text(folder / NOTES, json.dumps(notes.model_dump(), indent=2))
             watcher.advance(len(new))
@@ -302,7 +301,7 @@ def _read_so_far(folder: Path, asked: dict[str, JsonValue]) -> tuple[OwnTextNote
     if path.exists():
         with reading(path), path.open(encoding="utf-8", newline="") as opened:
             lines = opened.readlines()[: notes.rows]  # a killed call may have left more
-    if hashlib.sha256("".join(lines).encode()).hexdigest() != notes.sha256:
+    if sha256_of("".join(lines)) != notes.sha256:
         state = "has changed since it was written" if path.exists() else "is missing"
         raise FulldepthError(f"{path} {state}. {again}")
     return notes, lines

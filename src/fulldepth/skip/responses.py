@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from pydantic import Field, JsonValue
 from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError
-from fulldepth.core.files import read_document, write_text
+from fulldepth.core.files import read_document, sha256_of, sha256_of_file, write_text
 from fulldepth.core.progress import Watcher
 from fulldepth.data.conversations import Prompt, as_prompt, conversation_prompts, encode_prompt
 from fulldepth.data.files import TABLES
@@ -216,14 +215,14 @@ def respond(
             f"The prompts are in {data}, which the generated responses would replace. Choose another output folder."
         )
     prompts = read_prompts(data, subject.tokenizer, count, sampling.seed)
-    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    digest = sha256_of(json.dumps(prompts))
     asked = {"model": subject.hash, "prompts": f"sha256:{digest}", "count": count}
     asked |= sampling.model_dump(exclude={"batch_size"})
     if notes.exists() or responses.exists():
         try:
             stored = read_document(notes, ResponseNotes)
             wrong = differences(stored.asked, asked)
-            if responses.exists() and hashlib.sha256(responses.read_bytes()).hexdigest() != stored.sha256:
+            if responses.exists() and sha256_of_file(responses) != stored.sha256:
                 wrong = f"{responses} has changed since it was generated"
         except FulldepthError as error:
             wrong = str(error)
@@ -236,8 +235,8 @@ def respond(
             return dict(stored.made)
     generated = generate_responses(subject.model, subject.tokenizer, prompts, settings=sampling, watcher=watcher)
     text = "".join(json.dumps(pair) + "\n" for pair in generated.pairs)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    write_text(notes, json.dumps({"asked": asked, "made": generated.settings, "sha256": digest}, indent=2))
+    document = {"asked": asked, "made": generated.settings, "sha256": sha256_of(text)}
+    write_text(notes, json.dumps(document, indent=2))
     write_text(responses, text)
     return generated.settings
 
