@@ -67,6 +67,11 @@ def _decimals(entry: Mapping[str, Any]) -> int:
     return -math.floor(math.log10(error)) if error is not None and 0 < error < 1 else 0
 
 
+def sentences_of(findings: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The sentences of a headline's entries; entries without one are left out."""
+    return [short(entry["sentence"], 600) for entry in findings if entry.get("sentence")]
+
+
 def spread_of(entry: Mapping[str, Any]) -> str:
     """The standard error of a headline's number, `± 0.0043`, or its interval, `(24 to 30)`; empty if there is none."""
     if interval := entry.get("interval"):
