@@ -282,38 +282,40 @@ class Anatomy:
         """Yield every weight matrix of every block: its name inside the block, its 1-based layer, its module. A matrix
         with adapters counts once, and its module is PEFT's (`is_adapted`).
         """
-        for layer, block in enumerate(self.blocks, start=1):
-            inside: tuple[str, ...] = ()
-            for name, module in block.named_modules():
-                if name.startswith(inside):
-                    continue
-                inside += (f"{name}.",) if is_adapted(module) else ()
-                weight = getattr(module, "weight", None)
-                if name and weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding):
-                    yield name, layer, module
+        for name, layer, module in self._modules_of_blocks():
+            weight = getattr(module, "weight", None)
+            if name and weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding):
+                yield name, layer, module
 
     def expert_projections(self) -> Iterator[tuple[str, int, nn.Parameter | None]]:
         """Yield every tensor `[E, m, n]` that stores the matrices of E experts: the parameter's name inside the block,
         its 1-based layer, the parameter. The parameter is None for experts whose matrices are stored in another way or
         have adapters.
         """
+        for path, layer, module in self._modules_of_blocks():
+            if is_adapted(module):
+                inner = stacked_experts(module.get_base_layer())
+                yield from ((f"{path}.{name}".removesuffix(".weight"), layer, None) for name in inner)
+                continue
+            stacked = stacked_experts(module)
+            yield from ((f"{path}.{name}".removesuffix(".weight"), layer, p) for name, p in stacked.items())
+            weight = getattr(module, "weight", None)
+            is_matrix = weight is not None and weight.ndim == 2  # found by `projections`
+            has_parameters = next(module.parameters(recurse=False), None) is not None
+            if has_parameters and not stacked and not is_matrix and "expert" in type(module).__name__.lower():
+                yield path, layer, None
+
+    def _modules_of_blocks(self) -> Iterator[tuple[str, int, Any]]:
+        """Yield every module of every block, except those inside a wrapper with adapters: its name inside the block
+        (empty for the block), its 1-based layer, the module.
+        """
         for layer, block in enumerate(self.blocks, start=1):
             inside: tuple[str, ...] = ()
-            for path, module in block.named_modules():
-                if path.startswith(inside):
+            for name, module in block.named_modules():
+                if name.startswith(inside):
                     continue
-                if is_adapted(module):
-                    inside += (f"{path}.",)
-                    inner = stacked_experts(module.get_base_layer())
-                    yield from ((f"{path}.{name}".removesuffix(".weight"), layer, None) for name in inner)
-                    continue
-                stacked = stacked_experts(module)
-                yield from ((f"{path}.{name}".removesuffix(".weight"), layer, p) for name, p in stacked.items())
-                weight = getattr(module, "weight", None)
-                is_matrix = weight is not None and weight.ndim == 2  # found by `projections`
-                has_parameters = next(module.parameters(recurse=False), None) is not None
-                if has_parameters and not stacked and not is_matrix and "expert" in type(module).__name__.lower():
-                    yield path, layer, None
+                inside += (f"{name}.",) if is_adapted(module) else ()
+                yield name, layer, module
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -440,6 +442,14 @@ def text_config(config: Any, decoder: bool = False) -> Any:
     has no parts, as outside of transformers.
     """
     return config.get_text_config(decoder=decoder) if hasattr(config, "get_text_config") else config
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: Any = None) -> list[int]:
+    """Return the tokens that end a model's text: those of its generation configuration, and the tokenizer's."""
+    stated = getattr(model.generation_config, "eos_token_id", None)
+    listed = [stated] if isinstance(stated, int) else list(stated or ())
+    of_tokenizer = getattr(tokenizer, "eos_token_id", None)
+    return listed if of_tokenizer is None or of_tokenizer in listed else [*listed, of_tokenizer]
 
 
 def config_parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:

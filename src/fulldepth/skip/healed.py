@@ -264,13 +264,8 @@ def healing_results(healing: Healing, plan: Plan, tasks: Sequence[TaskReading] =
         warnings.append(f"Losses by number of removed blocks are the search's. {remark}")
     document = {
         **provenance(KIND, healing.settings.model_dump(), seed=healing.settings.seed),
-        "model": {
-            **plan.document()["model"],
-            "num_layers": healing.original.config.get_text_config(decoder=True).num_hidden_layers,
-        },
+        **plan.about(find_anatomy(healing.original)),
         "data": healing.examples.meta,
-        "plan": plan.document(),
-        "removed_modules": plan.module_names(find_anatomy(healing.original)),
         "refits": [refit._asdict() for refit in healing.refits],
         "warnings": warnings,
         "headline": {f"task {reading.task}": reading.finding() for reading in tasks} | dict(healing_headline(healing)),

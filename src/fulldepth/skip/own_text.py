@@ -23,11 +23,12 @@ from fulldepth.data.columns import CUT_OFF, END
 from fulldepth.data.conversations import document_start, encode_pair, encode_prompt, user_turn
 from fulldepth.data.mixture import Mixture
 from fulldepth.data.tokens import check_positions, plain_ids
+from fulldepth.hf import end_tokens
 from fulldepth.settings import Settings
 from fulldepth.settings.search import HeldoutSettings
 from fulldepth.skip.plan import differences
 from fulldepth.skip.problem import read_data
-from fulldepth.skip.sampling import answered_pair, check_writes, continuations, end_tokens, split_end, written_text
+from fulldepth.skip.sampling import answered_pair, check_writes, continuations, split_end, written_text
 from fulldepth.subject import Subject
 
 Kind = Literal["chat", "text"]
@@ -147,7 +148,7 @@ class OwnText:
                 f"A row of {length} tokens is too short for a text that the model writes, of at least {LEAST_TOKENS}. "
                 "Set a larger --sequence-length."
             )
-        ends = end_tokens(subject.model, tokenizer)
+        ends = set(end_tokens(subject.model, tokenizer))
         if kind == "chat":  # the user's turn may end with another token than the answer
             special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
             ends |= {*[token for token in plain_ids(tokenizer, user_turn(tokenizer).closing) if token in special][:1]}

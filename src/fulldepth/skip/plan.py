@@ -276,6 +276,16 @@ class Plan(Settings):
                 document[FROM_0] = self.layers_from_0
         return document
 
+    def about(self, anatomy: Anatomy) -> dict[str, Any]:
+        """Return what `results.json` states of this plan for its model."""
+        document = self.document()
+        return {
+            "model": {**document["model"], "num_layers": anatomy.num_layers},
+            "data": self.data,
+            "plan": document,
+            "removed_modules": self.module_names(anatomy),
+        }
+
     def save(self, path: str | Path) -> Path:
         """Write the plan atomically; equal plans give equal bytes.
 

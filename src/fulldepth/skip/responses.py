@@ -16,12 +16,13 @@ from fulldepth.core.progress import Watcher
 from fulldepth.data.conversations import Prompt, as_prompt, conversation_prompts, encode_prompt
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
+from fulldepth.hf import end_tokens, unused_positions
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import Length, Seed
 from fulldepth.skip.plan import differences
-from fulldepth.skip.sampling import answered_pair, check_writes, continuations, end_tokens, split_end
+from fulldepth.skip.sampling import answered_pair, check_writes, continuations, split_end
 from fulldepth.subject import Subject
 
 FILE = "responses.jsonl"
@@ -127,6 +128,8 @@ def generate_responses(
     encoded = [encode_prompt(tokenizer, prompt, f"Prompt {i}") for i, prompt in enumerate(rendered, start=1)]
     longest = max(map(len, encoded))
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is not None:
+        positions -= unused_positions(model)
     for number, (prompt, ids) in enumerate(zip(rendered, encoded, strict=True), start=1):
         if not _has_text(prompt) or not ids:
             raise FulldepthError(f"Prompt {number} is empty. Leave it out, or give it text.")
@@ -135,7 +138,7 @@ def generate_responses(
                 f"Prompt {number} with {max_new_tokens} new tokens would be longer than the model's {positions} "
                 f"positions; the longest prompt has {longest} tokens. Lower max_new_tokens, or leave it out."
             )
-    ends = end_tokens(model, tokenizer)
+    ends = set(end_tokens(model, tokenizer))
     count = len(prompts)
     watcher.begin("Responses", count)
     answers = continuations(

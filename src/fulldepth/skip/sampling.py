@@ -36,13 +36,6 @@ def check_writes(model: PreTrainedModel, purpose: str) -> None:
         raise FulldepthError(f"{type(model).__name__} cannot {purpose}; give a causal language model.")
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """The tokens with which a model ends its text: those of its generation configuration and of the tokenizer."""
-    named = model.generation_config.eos_token_id if model.generation_config else None
-    listed = [named] if isinstance(named, int) else list(named or ())
-    return {token for token in (*listed, tokenizer.eos_token_id) if token is not None}
-
-
 def continuations(
     model: PreTrainedModel,
     starts: Sequence[Sequence[int]],
