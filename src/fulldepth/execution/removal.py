@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,33 +39,20 @@ def update_removed(anatomy: Anatomy, layer: int, part: str, where: Tensor) -> It
         roles = ROLES if part == "layer" else (part,)
         branches = (anatomy.part(layer, f"{role}_branch") for role in roles)
         modules = [branch for branch in branches if branch is not None]
-    change = partial(_keep_input if whole else _zero, anatomy, where)
-    with hooked(module.register_forward_hook(change, with_kwargs=True) for module in modules):
+
+    def remove(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Put a whole block's input, or zeros, in place of the output at these positions."""
+        states = state_in(output)
+        places = where.to(states.device)
+        if states.ndim == 2:  # [B T, D], as some experts return
+            places = places.flatten()
+        elif anatomy.family.sequence_first:
+            places = places.T
+        other = first_input(args, kwargs) if whole else states.new_zeros(())
+        return with_state(output, torch.where(places[..., None], other, states))
+
+    with hooked(module.register_forward_hook(remove, with_kwargs=True) for module in modules):
         yield
-
-
-def _keep_input(anatomy: Anatomy, where: Tensor, _: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """Hook of a block: its input in place of its output at some positions."""
-    return _replaced(anatomy, where, output, first_input(args, kwargs))
-
-
-def _zero(anatomy: Anatomy, where: Tensor, _: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """Hook of a branch: zeros in place of its output at some positions."""
-    return _replaced(anatomy, where, output, None)
-
-
-def _replaced(anatomy: Anatomy, where: Tensor, output: Any, by: Tensor | None) -> Any:
-    """The output of a module, a tensor or a tuple that begins with one, with other states (None = zeros) at some
-    positions.
-    """
-    states = state_in(output)
-    places = where.to(states.device)
-    if states.ndim == 2:  # [B T, D], as some experts return
-        places = places.flatten()
-    elif anatomy.family.sequence_first:
-        places = places.T
-    other = states.new_zeros(()) if by is None else by
-    return with_state(output, torch.where(places[..., None], other, states))
 
 
 class PartRemover:
