@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import islice
@@ -68,10 +68,20 @@ def names_of(names: Iterable[object]) -> str:
     return one_line(", ".join(repr(one_line(name, 60)) for name in islice(names, MOST_NAMES)), 400) or "none"
 
 
+def enumerated(texts: Sequence[str]) -> str:
+    """Texts as a list in a sentence: `a, b and c`; empty for none."""
+    return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
+
+
 def one_line(text: object, most: int = 400) -> str:
     """`text` on one line of at most `most` printable characters; `…` marks an omission."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[: 16 * most]).split())
-    return line if len(line) <= most else line[: most - 1] + "…"
+    return shortened(line, most)
+
+
+def shortened(text: str, most: int) -> str:
+    """`text` in at most `most` characters; `…` marks an omission."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def brief(message: str, most: int = 950) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from fulldepth.core.errors import shortened
 from fulldepth.core.number_format import plus_minus, rounded
 from fulldepth.core.uncertainty import counted
 from fulldepth.reporting.source import number
@@ -30,8 +31,7 @@ _VISIBLE = {chr(code): chr(0x2400 + code) for code in range(32)} | {" ": "·", "
 
 def short(text: object, limit: int = 200) -> str:
     """`text` in at most `limit` characters; control and direction characters become visible."""
-    raw = str(text)
-    return visible(raw if len(raw) <= limit else raw[: limit - 1] + "…", keep=" ")
+    return visible(shortened(str(text), limit), keep=" ")
 
 
 def visible(text: str, keep: str = "") -> str:
