@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError
@@ -20,7 +20,7 @@ from fulldepth.hf import end_tokens, unused_positions
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.layers import SET, Applies
-from fulldepth.settings.loading import Length, Seed
+from fulldepth.settings.loading import Amount, Length, Seed
 from fulldepth.skip.plan import differences
 from fulldepth.skip.sampling import answered_pair, check_writes, continuations, split_end
 from fulldepth.subject import Subject
@@ -36,7 +36,7 @@ class Sampling(Settings):
     options: ClassVar = {"Data": ("temperature", "max_new_tokens")}
     applies: ClassVar = (Applies(("temperature", "max_new_tokens"), {"generate_responses": SET}),)
 
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    temperature: Amount = 0.0
     """0 = greedy."""
     seed: Seed = 0
     max_new_tokens: Length = 256
