@@ -126,11 +126,30 @@ def bench(
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
         raise FulldepthError("Expected one export or more to compare with the original.")
     settings.check_effect(data=data is not None, heldout=heldout is not None)
+    timed = bench_under_load if settings.concurrency else bench_calls
+    with claimed(output, overwrite):
+        results = timed(original, exports, settings, watcher, data, heldout, tokenizer)
+        if output is not None:
+            places = {"data": data, "heldout": heldout, "output": output}
+            given = [original, *exports, *(place for place in places.values() if place is not None)]
+            if "times" in results.headline and all(isinstance(name, str | Path) for name in given):
+                again = command_line("skip bench", [original, *exports], places, settings) + " --overwrite"
+                results.meta["next"] = {"why": "again:", "command": again}
+            results.save(output, watcher=watcher)
+    return results
+
+
+def bench_calls(
+    original: Any,
+    exports: Sequence[Any],
+    settings: BenchSettings,
+    watcher: Watcher,
+    data: Any = None,
+    heldout: Any = None,
+    tokenizer: Any = None,
+) -> Results:
+    """Time one call after another, over batch sizes and contexts; arguments and errors are those of `bench`."""
     with ExitStack() as stack:
-        stack.enter_context(claimed(output, overwrite))
-        if settings.concurrency:
-            results = bench_under_load(original, exports, settings, watcher, data, heldout, tokenizer)
-            return _saved(results, original, exports, settings, watcher, output, data, heldout)
         entries = _opened(original, exports, settings)
         for entry in entries[1:]:
             if isinstance(entry.model, PreTrainedModel):
@@ -178,29 +197,7 @@ def bench(
             measured.times |= {(label, cell, phase): seconds for (label, phase), seconds in times.items()}
             for label, runner in timed[cell].items():
                 measured.memory[label, cell] = memory(runner, ids, cell.context)
-        results = Results(measured.table(), _document(entries, measured, settings, examples))
-        return _saved(results, original, exports, settings, watcher, output, data, heldout)
-
-
-def _saved(
-    results: Results,
-    original: Any,
-    exports: Sequence[Any],
-    settings: BenchSettings,
-    watcher: Watcher,
-    output: str | Path | None,
-    data: Any,
-    heldout: Any,
-) -> Results:
-    """The results, saved if there is a folder, with the command that repeats them if the machine was busy."""
-    if output is not None:
-        places = {"data": data, "heldout": heldout, "output": output}
-        given = [original, *exports, *(place for place in places.values() if place is not None)]
-        if "times" in results.headline and all(isinstance(name, str | Path) for name in given):
-            again = command_line("skip bench", [original, *exports], places, settings) + " --overwrite"
-            results.meta["next"] = {"why": "again:", "command": again}
-        results.save(output, watcher=watcher)
-    return results
+        return Results(measured.table(), _document(entries, measured, settings, examples))
 
 
 def memory(runner: Runs, ids: Tensor, context: int) -> dict[str, float]:
