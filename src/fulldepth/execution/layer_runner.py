@@ -230,7 +230,7 @@ class LayerRunner:
             expected_states = activations["residual"]
         try:
             states = self.begin(batch)
-            for layer in range(1, self.anatomy.num_layers + 1):
+            for layer in self.anatomy.layers:
                 version = states._version
                 after = self.run(layer, states)
                 if states._version != version or after is states:
@@ -248,7 +248,7 @@ class LayerRunner:
 def caching_layers(anatomy: Anatomy) -> list[int]:
     """1-based layers that keep keys and values: all but those that were exported without their attention."""
     gone = getattr(anatomy.config, "skipped_attention", None) or ()
-    return [layer for layer in range(1, anatomy.num_layers + 1) if layer not in gone]
+    return [layer for layer in anatomy.layers if layer not in gone]
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fulldepth.core.errors import FulldepthError
 from fulldepth.execution.hooks import capture
 from fulldepth.execution.layer_runner import LayerRunner
-from fulldepth.hf import Anatomy, body_inputs
+from fulldepth.hf import Anatomy
 from fulldepth.hf.modes import hooked, state_in, with_state
 from fulldepth.hf.scalars import ROLES
 from fulldepth.hf.surgery import first_input
@@ -91,7 +91,7 @@ class PartRemover:
             return self._whole_pass()
         state = self.runner.begin(inputs)
         states = [self.anatomy.stream(state)]
-        for layer in range(1, self.anatomy.num_layers + 1):
+        for layer in self.anatomy.layers:
             self._read.append(state)
             state = self.runner.run(layer, state)
             states.append(self.anatomy.stream(state))
@@ -120,5 +120,5 @@ class PartRemover:
     def _whole_pass(self) -> list[Tensor]:
         """The states h_0..h_L of one forward pass of the model."""
         with capture(self.anatomy, ["residual"]) as activations:
-            self.anatomy.body(**body_inputs(self.anatomy, self._inputs))
+            self.anatomy.run_body(self._inputs)
             return activations["residual"]

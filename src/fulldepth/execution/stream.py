@@ -286,7 +286,7 @@ def _end(anatomy: Anatomy, trace: Trace) -> Tensor:
 
     A model with a head may call parts of its body instead of the body, as OPT does.
     """
-    names = next(name for name, module in anatomy.model.named_modules() if module is anatomy.block_list).split(".")
+    names = anatomy.blocks_path.split(".")
     around = [".".join(names[:count]) for count in range(len(names))]
     last = {call.path: call for call in trace.calls}
     ends = [last[path].gave for path in around if path in last and (path or trace.logits is None)]

@@ -91,6 +91,14 @@ class Anatomy:
         """The module that one pass runs: the body, or the whole model for a decoder that reads an encoder's states."""
         return self.model if self.family.tower == "decoder" else self.body
 
+    def run(self, inputs: Mapping[str, Any]) -> Any:
+        """Run the forward pass of `runner` on a batch for the whole model."""
+        return self.runner(**body_inputs(self, inputs))
+
+    def run_body(self, inputs: Mapping[str, Any]) -> Any:
+        """Run the forward pass of `body` on a batch for the whole model."""
+        return self.body(**body_inputs(self, inputs))
+
     @property
     def config(self) -> Any:
         """The configuration of the body (for a tower, the tower's own)."""
@@ -105,6 +113,12 @@ class Anatomy:
         return self.body.get_submodule(self.family.blocks)  # type: ignore[return-value]
 
     @property
+    def blocks_path(self) -> str:
+        """Path of the list of blocks from the model, as in the names of weights."""
+        blocks = self.block_list
+        return next(name for name, module in self.model.named_modules() if module is blocks)
+
+    @property
     def blocks(self) -> Sequence[nn.Module]:
         """The block of each layer, Python indices 0..L-1; the same block may stand for several layers."""
         blocks = self.block_list
@@ -116,6 +130,11 @@ class Anatomy:
     def num_layers(self) -> int:
         """L, the number of layers."""
         return len(self.blocks)
+
+    @property
+    def layers(self) -> range:
+        """The numbers of all layers, 1..L."""
+        return range(1, self.num_layers + 1)
 
     @property
     def width(self) -> int:
@@ -147,7 +166,7 @@ class Anatomy:
 
     def layers_with(self, role: str) -> list[int]:
         """The 1-based layers that have a module with this role."""
-        return [layer for layer in range(1, self.num_layers + 1) if self.part(layer, role) is not None]
+        return [layer for layer in self.layers if self.part(layer, role) is not None]
 
     def reader(self, layer: int) -> nn.Module:
         """The module whose input is x of a 1-based layer: the block, or its attention norm where x is a sum."""

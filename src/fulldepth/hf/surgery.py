@@ -106,7 +106,7 @@ class Switches:
                     f"Scalars need the {role} of every layer; only layers {present} have one. Search with --no-fit."
                 )
         self._scalars = scalars
-        for layer in range(1, self.anatomy.num_layers + 1):
+        for layer in self.anatomy.layers:
             self._apply(layer)
 
     def __enter__(self) -> Self:
@@ -122,7 +122,7 @@ class Switches:
             raise FulldepthError(
                 "Layers that are compiled one by one cannot be skipped; compile the whole model, or nothing."
             )
-        self._ports = {layer: {} for layer in range(1, self.anatomy.num_layers + 1)}
+        self._ports = {layer: {} for layer in self.anatomy.layers}
         if not self.zeroes:
             self._ports = _ports(self.anatomy)
         _SWITCHED[blocks] = self
@@ -247,7 +247,7 @@ def obstacle_to_skipping(anatomy: Anatomy) -> str | None:
     """
     family = anatomy.family
     config = anatomy.model.config
-    attentions = filter(None, (anatomy.part(layer, "attention") for layer in range(1, anatomy.num_layers + 1)))
+    attentions = filter(None, (anatomy.part(layer, "attention") for layer in anatomy.layers))
     causal = all(getattr(m, "is_causal", True) is not False for part in attentions for m in part.modules())
     obstacles = {
         "it is an encoder, and only decoders are known to work without some of their attention": (

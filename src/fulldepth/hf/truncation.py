@@ -147,7 +147,7 @@ def without_layers(anatomy: Anatomy, remaining: Sequence[int]) -> PreTrainedMode
     config = cut_config(anatomy, remaining).config
     cut = _sharing(anatomy, config, remaining).train(anatomy.model.training)
     inputs = sample_inputs(anatomy)
-    removed = set(range(1, anatomy.num_layers + 1)) - set(remaining)
+    removed = set(anatomy.layers) - set(remaining)
     with torch.no_grad(), evaluating(anatomy.model), evaluating(cut), skipping(anatomy, removed, "layer"):
         arguments = body_inputs(anatomy, inputs)
         expected = logits_of(anatomy.model(**arguments))
@@ -226,7 +226,7 @@ def check_depth(anatomy: Anatomy) -> None:
     """
     model = anatomy.model
     blocks = anatomy.block_list
-    path = next(name for name, module in model.named_modules() if module is blocks)
+    path = anatomy.blocks_path
     expected = len(blocks)
     with torch.random.fork_rng(devices=[]), init_empty_weights(), suppress(Exception):  # a class may refuse anything
         expected = len(type(model)(copy.deepcopy(model.config)).get_submodule(path))  # type: ignore[arg-type]
@@ -315,7 +315,7 @@ def _sharing(anatomy: Anatomy, config: PreTrainedConfig, remaining: Sequence[int
         raise _refusal(anatomy, remaining, f"its class does not accept such a configuration ({error})") from error
     if replace(anatomy, model=cut).num_layers != len(remaining):
         raise _refusal(anatomy, remaining, "its configuration states their number under no known name")
-    prefix = next(name for name, module in anatomy.model.named_modules() if module is anatomy.block_list)
+    prefix = anatomy.blocks_path
     numbered = re.compile(rf"{re.escape(prefix)}\.(\d+)\.")
     parameters = dict(anatomy.model.named_parameters(remove_duplicate=False))
     tensors = parameters | dict(anatomy.model.named_buffers(remove_duplicate=False))
@@ -377,5 +377,5 @@ def state_at(anatomy: Anatomy, layer: int, inputs: Mapping[str, Any]) -> Tensor:
             states.append(state_in(output).clone())
 
     with hooked(block.register_forward_hook(keep) for block in set(anatomy.blocks)):
-        anatomy.body(**body_inputs(anatomy, inputs))
+        anatomy.run_body(inputs)
     return anatomy.stream(states[0])

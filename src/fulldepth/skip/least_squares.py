@@ -48,7 +48,6 @@ from fulldepth.hf import (
     open_model,
 )
 from fulldepth.hf.checkpoint_folder import check_disk_space, check_output_path
-from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.modes import hooked, state_in
 from fulldepth.hf.scalars import ROLES
 from fulldepth.settings import layer as layered
@@ -166,11 +165,10 @@ def refit(
         models = {"original": original, "removed": healed}
         readings = heldout_losses(models, unseen, settings.batch_size, watcher, READINGS)
         refits = _heal(original, healed, plan, scales, (fitting, choosing), settings.batch_size, watcher)
-        planned = {**plan.document()["model"], "hash": model_hash(healed)}
         healing = Healing(
             original,
             healed,
-            plan.changed(model=planned, **UNHEALED),
+            plan.of_weights(healed, **UNHEALED),
             settings,
             Examples([*fitting, *choosing], unseen, examples.meta),
             fitting,
@@ -321,7 +319,7 @@ def ends(anatomy: Anatomy, removed: frozenset[Branch]) -> dict[Branch, Branch]:
     host = None
     last_removed = dict[Branch, Branch]()
     first = min(removed, default=(anatomy.num_layers + 1, ""))
-    for layer in range(1, anatomy.num_layers + 1):
+    for layer in anatomy.layers:
         present = [(layer, role) for role in ROLES if anatomy.part(layer, role) is not None]
         gone = [branch for branch in present if branch in removed]
         if parallel:
@@ -446,7 +444,7 @@ def _heal(
     removed = frozenset((layer, role) for role in ROLES for layer in plan.lacking(role))
     pairs = ends(anatomy, removed)
     weights = find_output_weights(anatomy, pairs, probes(anatomy))
-    gone = [layer for layer in range(1, anatomy.num_layers + 1) if {(layer, role) for role in ROLES} <= removed]
+    gone = [layer for layer in anatomy.layers if {(layer, role) for role in ROLES} <= removed]
     original_walk = Walk(source, [*fitted, *choosing])
     walk = Walk(anatomy, [*fitted, *choosing], gone)
     done: list[Refit] = []

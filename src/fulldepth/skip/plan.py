@@ -24,6 +24,7 @@ from fulldepth.hf import Anatomy
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import FACTORS, ROLES, Block, blocks_of, factor_names
 from fulldepth.settings import Settings, layer
+from fulldepth.settings.loading import Amount
 from fulldepth.settings.search import BlockName, Criterion, Granularity, Method
 
 FILE = "plan.json"
@@ -37,7 +38,6 @@ CRITERIA: tuple[str, ...] = get_args(Criterion)
 SEARCHES: tuple[str, ...] = get_args(Method)
 
 Hash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Loss = Amount
 Factor = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]
 """Within float32."""
@@ -193,6 +193,10 @@ class Plan(Settings):
             FulldepthError: if they are not valid.
         """
         return Plan.of({name: value for name, value in self.document().items() if name != FROM_0} | entries)
+
+    def of_weights(self, model: PreTrainedModel, **entries: Any) -> Plan:
+        """A copy for a model with other weights, whose hash it holds; `entries` as for `changed`."""
+        return self.changed(model={**self.document()["model"], "hash": model_hash(model)}, **entries)
 
     @property
     def picks(self) -> list[frozenset[Block]]:
