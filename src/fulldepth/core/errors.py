@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import islice
+from typing import Any
 
 MOST_NAMES = 100
 """Largest number of names that an error lists."""
@@ -66,6 +67,11 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> FulldepthError:
 def names_of(names: Iterable[object]) -> str:
     """Names from a file, quoted, in at most 400 characters; `…` marks an omission."""
     return one_line(", ".join(repr(one_line(name, 60)) for name in islice(names, MOST_NAMES)), 400) or "none"
+
+
+def first_reason(reasons: Mapping[str, Any]) -> str | None:
+    """Return the first key whose value is true: of reasons, the first that holds; None if none does."""
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def enumerated(texts: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fulldepth.core.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError, first_reason
 from fulldepth.hf.families import FUNCTIONS, Family, Head, rows_of
 from fulldepth.hf.finder import STACKS, body_of, find_families, refuse_other_inputs, unwrapped
 
@@ -193,7 +193,7 @@ class Anatomy:
             "its blocks hold several residual streams (Hyper-Connections)": self.has_streams,
             "its attention reads a memory of earlier layers": bool(self.layers_with("router")),
         }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        return first_reason(reasons)
 
     def stream(self, states: Tensor) -> Tensor:
         """Return the residual stream `[B, T, D]` in a block's input or output; the sum if there are several streams."""

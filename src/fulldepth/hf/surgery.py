@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from fulldepth.core.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError, first_reason
 from fulldepth.hf.anatomy import Anatomy
 from fulldepth.hf.modes import device_of, hooked, state_in, with_state
 from fulldepth.hf.scalars import FACTORS_OF_PART, ROLES, Block, Scalars, blocks_of, factor_names
@@ -267,7 +267,7 @@ def obstacle_to_skipping(anatomy: Anatomy) -> str | None:
         ),
         "its layers share modules": len(set(anatomy.blocks)) < anatomy.num_layers,
     }
-    return next((reason for reason, holds in obstacles.items() if holds), None)
+    return first_reason(obstacles)
 
 
 class _Mixer:
