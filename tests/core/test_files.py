@@ -140,6 +140,17 @@ def test_leftovers_of_a_killed_process_go_and_others_stay(tmp_path):
     assert files.remove_leftovers(tmp_path) == [foreign]
 
 
+def test_a_digest_is_that_of_fips_180_4(tmp_path):
+    """Of `abc`, from appendix B.1, and of a text as of its bytes in UTF-8."""
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    file = tmp_path / "text"
+    file.write_bytes(b"abc")
+    assert {files.sha256_of("abc"), files.sha256_of(b"abc"), files.sha256_of_file(file)} == {expected}
+    assert files.sha256_of("é") == files.sha256_of(b"\xc3\xa9") != expected
+    with refused(f"Cannot read {tmp_path / 'absent'}"):
+        files.sha256_of_file(tmp_path / "absent")
+
+
 def test_a_folder_is_held_by_one_process(tmp_path):
     program = "import sys; from fulldepth.core import files\nwith files.locked(sys.argv[1]): print('in')"
 

@@ -16,6 +16,9 @@ from fulldepth.measurement import lens, measure
 from fulldepth.results import PAGE, Results
 from measurement import oracle
 from refusals import refused
+from skip.test_responses import roberta
+from skip.word_tokenizer import tokenizer as word_tokenizer
+from skip.word_tokenizer import words
 
 TEXT = "the cat sat on the mat and slept"
 K = 4
@@ -156,5 +159,7 @@ def test_generation_from_the_command_line(trained, main, tmp_path):
         lens(trained, TEXT, generate=4000)
     with refused("Give a shorter prompt."):
         lens(trained, TEXT * 200, generate=3)
+    with refused("20 tokens and 14 new ones exceed the 33 positions of the model. .* at most --generate 13"):
+        lens(roberta(), words(*range(1, 21)), generate=14, tokenizer=word_tokenizer())
     with refused("Text 2 is blank"):
         lens(trained, [TEXT, " "])

@@ -21,9 +21,10 @@ from fulldepth.execution.latency import OtherLoad, Runner
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
 from fulldepth.settings.bench import BenchSettings
-from fulldepth.skip.bench import Cell, Measured, _headline, _opened, bench
+from fulldepth.skip.bench import CallTimes, _headline, _opened, bench
 from fulldepth.skip.exports.export import export
 from fulldepth.skip.plan import HEALED, hashes_of_rows
+from fulldepth.skip.timed import Cell
 from refusals import refused
 from skip import plain
 from skip.planned import plan
@@ -215,9 +216,7 @@ def timed(own, load=0.0):
     times = {
         (n, CELL, p): s for n, s in (("original", [10.0] * len(own)), ("other", own)) for p in ("prefill", "decode")
     }
-    return Measured(
-        dict.fromkeys(("original", "other"), "transformers"), {"original": 1, "other": 1}, None, times, {CELL: load}
-    )
+    return CallTimes(dict.fromkeys(("original", "other"), "transformers"), {}, times, {CELL: load})
 
 
 def ratios(measured):

@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 from transformers import GenerationConfig
 
+from families import zoo
 from fulldepth.core.progress import Watcher
 from fulldepth.data.conversations import conversations
 from fulldepth.data.examples import read_examples
@@ -147,6 +148,11 @@ def test_settings_are_recorded(tmp_path):
     assert read_examples(path, tokenizer(), 64).meta["hash"] == read_examples(found.pairs, tokenizer(), 64).meta["hash"]
 
 
+def roberta():
+    """A decoder whose positions start after the row of the padding token."""
+    return zoo.build("roberta", "causal-lm", is_decoder=True, max_position_embeddings=34)
+
+
 @pytest.mark.parametrize(
     ("message", "options"),
     [
@@ -157,6 +163,7 @@ def test_settings_are_recorded(tmp_path):
         ("batch_size", {"batch_size": 0}),
         ("Prompt 6 with 44 new tokens", {"max_new_tokens": 44}),
         ("64 positions", {"prompts": [words(*range(70))]}),
+        ("the model's 33 positions", {"model": roberta(), "prompts": [words(*range(20))], "max_new_tokens": 14}),
         ("BertForMaskedLM", {"model": build("bert")}),
     ],
 )

@@ -125,6 +125,15 @@ def test_rates_and_ratios_are_those_of_the_rounds(files, asked, tmp_path):
     assert table.rows[0][3:] == [f"{12 / 16:.1f}", "–", "200", "300", "–"]
 
 
+@pytest.mark.usefixtures("asked")
+def test_the_results_state_the_contexts_that_were_timed(files):
+    """The default contexts exceed the 64 positions of the models."""
+    defaults = {name: value for name, value in SMALL.items() if name != "contexts"}
+    results = bench(files / NAMES[0], [files / NAMES[1]], concurrency=[2], **defaults)
+    assert set(results.table["context"].dropna()) == {60}
+    assert results.meta["settings"]["contexts"] == [60]
+
+
 def test_a_difference_within_its_interval_is_no_advice_and_a_busy_machine_no_comparison(
     files, asked, monkeypatch, tmp_path
 ):

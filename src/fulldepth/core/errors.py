@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import islice
+from typing import Any
 
 MOST_NAMES = 100
 """Largest number of names that an error lists."""
@@ -68,10 +69,25 @@ def names_of(names: Iterable[object]) -> str:
     return one_line(", ".join(repr(one_line(name, 60)) for name in islice(names, MOST_NAMES)), 400) or "none"
 
 
+def first_reason(reasons: Mapping[str, Any]) -> str | None:
+    """Return the first key whose value is true: of reasons, the first that holds; None if none does."""
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def enumerated(texts: Sequence[str]) -> str:
+    """Texts as a list in a sentence: `a, b and c`; empty for none."""
+    return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
+
+
 def one_line(text: object, most: int = 400) -> str:
     """`text` on one line of at most `most` printable characters; `…` marks an omission."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[: 16 * most]).split())
-    return line if len(line) <= most else line[: most - 1] + "…"
+    return shortened(line, most)
+
+
+def shortened(text: str, most: int) -> str:
+    """`text` in at most `most` characters; `…` marks an omission."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def brief(message: str, most: int = 950) -> str:

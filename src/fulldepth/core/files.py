@@ -342,6 +342,21 @@ def locked(folder: str | Path) -> Iterator[None]:
                 parent.rmdir()
 
 
+def sha256_of(content: str | bytes) -> str:
+    """Return the SHA-256 of bytes, or of a text in UTF-8, in hexadecimal digits."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file's content in hexadecimal digits.
+
+    Raises:
+        FulldepthError: if it cannot be read.
+    """
+    with reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 class Fingerprint:
     """SHA-256 over parts, each hashed with its length, so that their boundaries matter."""
 

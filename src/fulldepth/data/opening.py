@@ -6,7 +6,6 @@ responses, and `examples` to token ids for the search.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ import numpy as np
 from huggingface_hub import HfApi
 
 from fulldepth.core.errors import FulldepthError, one_line, unknown
-from fulldepth.core.files import reading, reading_each
+from fulldepth.core.files import reading, reading_each, sha256_of
 from fulldepth.data.coco import coco_rows
 from fulldepth.data.columns import IMAGE_COLUMNS, Choice, column_texts, text_column
 from fulldepth.data.corpus import BUILTIN, CORPUS, END_OF_TEXT
@@ -197,8 +196,8 @@ class Opened:
             files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
             return {"path": str(self.path.resolve()), "files": files}
         if self.table is None:
-            digests = [hashlib.sha256(text.encode()).hexdigest() for text in column_texts(self.rows(), column)]
-            return {"texts": hashlib.sha256("".join(digests).encode()).hexdigest()}
+            digests = map(sha256_of, column_texts(self.rows(), column))
+            return {"texts": sha256_of("".join(digests))}
         if self.repository is not None:
             matches = (COMMIT.search(address) for address in self.table.info.download_checksums or ())
             revision = next((match.group(1) for match in matches if match), None)

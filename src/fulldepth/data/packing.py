@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.core.files import atomic_folder, reading
+from fulldepth.core.files import atomic_folder, reading, sha256_of
 from fulldepth.core.progress import Watcher
 from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import counted, ranks
@@ -213,7 +213,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _sha256(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return sha256_of(json.dumps(value, sort_keys=True))
 
 
 @dataclass(frozen=True)
@@ -562,7 +562,7 @@ def pack(
             )
     if held_windows.documents and len(held_windows) < (validation_sequences or 0):
         warnings.append(f"The validation text fills only {len(held_windows)} of {validation_sequences} sequences.")
-    places = [hashlib.sha256(part.places.tobytes()).hexdigest() for part in (train, held)]
+    places = [sha256_of(part.places.tobytes()) for part in (train, held)]
     sizes = [windows.tokens, held_windows.tokens, sequence_length, across_documents, len(held_windows)]
     if not end_of_text:
         sizes.append(end_of_text)

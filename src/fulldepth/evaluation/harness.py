@@ -8,7 +8,6 @@ once per layer on the answers, which are kept on disk so that a killed run goes 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import logging
@@ -26,7 +25,7 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.core.files import write_text
+from fulldepth.core.files import sha256_of, write_text
 from fulldepth.core.progress import Watcher
 from fulldepth.data.tokens import Frame
 from fulldepth.execution.hooks import capture
@@ -377,7 +376,7 @@ def _key(request: Request) -> str:
 
 def key_of(kind: str, *parts: Any) -> str:
     """A key of a request: a hash of its kind and its parts (plain values)."""
-    return hashlib.sha256(json.dumps([kind, *parts], default=str).encode()).hexdigest()[:32]
+    return sha256_of(json.dumps([kind, *parts], default=str))[:32]
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fulldepth.core.errors import FulldepthError, needing, one_line, unknown
-from fulldepth.core.files import Fingerprint
+from fulldepth.core.files import Fingerprint, sha256_of_file
 from fulldepth.evaluation.harness import quiet, seeded
 from fulldepth.evaluation.local_tasks import LOCAL_TASKS, local_task
 from fulldepth.settings.evaluate import EvaluateSettings
@@ -101,7 +100,7 @@ def load_tasks(settings: EvaluateSettings) -> dict[str, Loaded]:
         if name not in local_tasks and name not in manager.all_tasks:
             raise unknown("task", name, {*LOCAL_TASKS, *SUITES, *manager.all_tasks})
     files = sorted(file for file in folder.rglob("*") if file.suffix in CODE and file.is_file()) if include else []
-    code = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
+    code = [(file.name, sha256_of_file(file)) for file in files]
     loaded = {}
     for name, shots in units.items():
         try:

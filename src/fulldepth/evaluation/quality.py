@@ -26,7 +26,7 @@ from fulldepth.data.opening import PIECES, open_data, sampled_texts
 from fulldepth.evaluation.embedding import Embedder
 from fulldepth.evaluation.harness import Answers, LayerReader
 from fulldepth.evaluation.model import EvaluatedModel
-from fulldepth.hf import plain_generation
+from fulldepth.hf import end_tokens, plain_generation
 from fulldepth.hf.truncation import truncated
 from fulldepth.metrics.standard_errors import Mean
 from fulldepth.results import Finding
@@ -186,8 +186,7 @@ class Quality:
         texts: list[str] = []
         likelihoods: list[float] = []
         device = subject.device
-        stated: Any = getattr(model.generation_config, "eos_token_id", None)  # tokens that end a text
-        ends = [] if stated is None else list(stated) if isinstance(stated, list | tuple) else [int(stated)]
+        ends = end_tokens(model)
         padding = next((p for p in (subject.tokenizer.pad_token_id, *ends) if p is not None), 0)
         seeded = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
         with seeded, plain_generation(model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections import Counter
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import sha256_of
 from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import advisable, counted, deal, identity, ratio_error, ratio_influence
 from fulldepth.data.conversations import reasoning_mark
@@ -292,7 +292,7 @@ def _guesses(rows: Sequence[Mapping[str, Any]], choices: Mapping[int, int]) -> N
 def _file_name(name: str) -> str:
     """A file name for a unit: names that hold other characters get a hash."""
     plain = "".join(c if c.isalnum() or c in "_-" else "-" for c in name)[:80]
-    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return plain if plain == name else f"{plain}-{sha256_of(name)[:8]}"
 
 
 def influences_of(scored: Scored) -> Iterator[tuple[Any, ...]]:

@@ -14,7 +14,7 @@ from fulldepth.data import Sequences
 from fulldepth.data.batches import Batching
 from fulldepth.execution.hooks import capture
 from fulldepth.execution.stream import TOLERANCE, relative_error
-from fulldepth.hf import Anatomy, Classifier, body_inputs
+from fulldepth.hf import Anatomy, Classifier
 
 STRICTNESS: tuple[Batching, ...] = get_args(Batching)
 
@@ -85,7 +85,7 @@ def _results(anatomy: Anatomy, sequences: Sequences, indices: Sequence[int], dev
     """
     batch = sequences.collate(indices)
     with capture(anatomy, ["residual"]) as activations:
-        anatomy.runner(**body_inputs(anatomy, model_inputs(batch.inputs, device, anatomy.model.dtype)))
+        anatomy.run(model_inputs(batch.inputs, device, anatomy.model.dtype))
         states = activations.stack("residual")  # [L+1, B, T, D]
     mask = batch.mask(states.shape[2], states.device)
     logits = []

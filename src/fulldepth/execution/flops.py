@@ -310,7 +310,7 @@ def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str, keep: C
     attention = []
     keys = []
     mlp = []
-    for layer in range(1, anatomy.num_layers + 1):
+    for layer in anatomy.layers:
         part = anatomy.part(layer, "attention")
         inside = 0.0 if part is None else token_products(part)
         attention.append(inside)
@@ -318,7 +318,7 @@ def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str, keep: C
         mlp.append(token_products(anatomy.blocks[layer - 1]) - inside)
     head = sum(weight_products(module) for path in classifier.modules for module in path.modules())
     kept_bytes = math.inf if is_offloaded(anatomy.body) else float(KEPT_BYTES * anatomy.width * anatomy.num_layers)
-    layers: dict[str, Any] = {"layer": range(1, anatomy.num_layers + 1)}
+    layers: dict[str, Any] = {"layer": anatomy.layers}
     parts = ROLES if granularity == "any" else (granularity,)
     products = {"attention": attention, "mlp": mlp, "layer": [a + m for a, m in zip(attention, mlp, strict=True)]}
     removable = [

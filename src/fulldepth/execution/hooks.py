@@ -127,7 +127,7 @@ class Activations:
 
     def has_run(self, site: str) -> bool:
         """Return True if every layer has a state at a site that consists of captured states, such as `value`."""
-        return all((site, layer) in self._seen for layer in range(1, self.anatomy.num_layers + 1))
+        return all((site, layer) in self._seen for layer in self.anatomy.layers)
 
     def __getitem__(self, site: str) -> list[Tensor]:
         """States of a site in layer order.
@@ -139,7 +139,7 @@ class Activations:
             raise FulldepthError(f"Site {site!r} was not captured; captured: {', '.join(self.sites)}.")
         if site in COEFFICIENTS:
             return [self._read(site, layer) for layer in self.anatomy.layers_with(ROLE_OF_SITE[site])]
-        layers = range(1, self.anatomy.num_layers + 1)
+        layers = self.anatomy.layers
         if site == "embeddings":
             return [self._first()]
         if site == "residual":

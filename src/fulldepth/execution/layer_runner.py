@@ -18,7 +18,7 @@ from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.layer_cache import KNOWN_LAYERS, LayerCache
 from fulldepth.execution.stream import check_close, is_close, reason_of
 from fulldepth.hf import Anatomy, Classifier, cache_argument, cache_in
-from fulldepth.hf.modes import state_in
+from fulldepth.hf.modes import hooked, state_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a block besides the state: positional and keyword arguments (masks, position embeddings, ...)."""
@@ -224,17 +224,13 @@ class LayerRunner:
         def form(module: nn.Module, args: Any, output: Any) -> None:
             self._extras[module] = len(output) - 1 if isinstance(output, tuple | list) else None
 
-        hooks = [block.register_forward_hook(form) for block in dict.fromkeys(self._blocks)]
-        try:
-            with capture(self.anatomy, ["residual"]) as activations:
-                self._body(batch)
-                expected_states = activations["residual"]
-        finally:
-            for hook in hooks:
-                hook.remove()
+        hooks = (block.register_forward_hook(form) for block in dict.fromkeys(self._blocks))
+        with hooked(hooks), capture(self.anatomy, ["residual"]) as activations:
+            self._body(batch)
+            expected_states = activations["residual"]
         try:
             states = self.begin(batch)
-            for layer in range(1, self.anatomy.num_layers + 1):
+            for layer in self.anatomy.layers:
                 version = states._version
                 after = self.run(layer, states)
                 if states._version != version or after is states:
@@ -252,7 +248,7 @@ class LayerRunner:
 def caching_layers(anatomy: Anatomy) -> list[int]:
     """1-based layers that keep keys and values: all but those that were exported without their attention."""
     gone = getattr(anatomy.config, "skipped_attention", None) or ()
-    return [layer for layer in range(1, anatomy.num_layers + 1) if layer not in gone]
+    return [layer for layer in anatomy.layers if layer not in gone]
 
 
 @cache

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from fulldepth.core.errors import FulldepthError
 from fulldepth.execution.hooks import capture
 from fulldepth.execution.layer_runner import LayerRunner
-from fulldepth.hf import Anatomy, body_inputs
-from fulldepth.hf.modes import state_in, with_state
+from fulldepth.hf import Anatomy
+from fulldepth.hf.modes import hooked, state_in, with_state
 from fulldepth.hf.scalars import ROLES
 from fulldepth.hf.surgery import first_input
 
@@ -35,40 +34,25 @@ def update_removed(anatomy: Anatomy, layer: int, part: str, where: Tensor) -> It
         where: `[B, T]` bool, the positions.
     """
     whole = part == "layer" and anatomy.not_serial is None
-    with ExitStack() as hooks:
-        modules: list[nn.Module] = [anatomy.blocks[layer - 1]]
-        if not whole:
-            roles = ROLES if part == "layer" else (part,)
-            branches = (anatomy.part(layer, f"{role}_branch") for role in roles)
-            modules = [branch for branch in branches if branch is not None]
-        change = partial(_keep_input if whole else _zero, anatomy, where)
-        for module in modules:
-            hooks.callback(module.register_forward_hook(change, with_kwargs=True).remove)
+    modules: list[nn.Module] = [anatomy.blocks[layer - 1]]
+    if not whole:
+        roles = ROLES if part == "layer" else (part,)
+        branches = (anatomy.part(layer, f"{role}_branch") for role in roles)
+        modules = [branch for branch in branches if branch is not None]
+
+    def remove(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Put a whole block's input, or zeros, in place of the output at these positions."""
+        states = state_in(output)
+        places = where.to(states.device)
+        if states.ndim == 2:  # [B T, D], as some experts return
+            places = places.flatten()
+        elif anatomy.family.sequence_first:
+            places = places.T
+        other = first_input(args, kwargs) if whole else states.new_zeros(())
+        return with_state(output, torch.where(places[..., None], other, states))
+
+    with hooked(module.register_forward_hook(remove, with_kwargs=True) for module in modules):
         yield
-
-
-def _keep_input(anatomy: Anatomy, where: Tensor, _: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """Hook of a block: its input in place of its output at some positions."""
-    return _replaced(anatomy, where, output, first_input(args, kwargs))
-
-
-def _zero(anatomy: Anatomy, where: Tensor, _: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """Hook of a branch: zeros in place of its output at some positions."""
-    return _replaced(anatomy, where, output, None)
-
-
-def _replaced(anatomy: Anatomy, where: Tensor, output: Any, by: Tensor | None) -> Any:
-    """The output of a module, a tensor or a tuple that begins with one, with other states (None = zeros) at some
-    positions.
-    """
-    states = state_in(output)
-    places = where.to(states.device)
-    if states.ndim == 2:  # [B T, D], as some experts return
-        places = places.flatten()
-    elif anatomy.family.sequence_first:
-        places = places.T
-    other = states.new_zeros(()) if by is None else by
-    return with_state(output, torch.where(places[..., None], other, states))
 
 
 class PartRemover:
@@ -107,7 +91,7 @@ class PartRemover:
             return self._whole_pass()
         state = self.runner.begin(inputs)
         states = [self.anatomy.stream(state)]
-        for layer in range(1, self.anatomy.num_layers + 1):
+        for layer in self.anatomy.layers:
             self._read.append(state)
             state = self.runner.run(layer, state)
             states.append(self.anatomy.stream(state))
@@ -136,5 +120,5 @@ class PartRemover:
     def _whole_pass(self) -> list[Tensor]:
         """The states h_0..h_L of one forward pass of the model."""
         with capture(self.anatomy, ["residual"]) as activations:
-            self.anatomy.body(**body_inputs(self.anatomy, self._inputs))
+            self.anatomy.run_body(self._inputs)
             return activations["residual"]

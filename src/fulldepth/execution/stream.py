@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -18,6 +17,7 @@ from fulldepth.hf.families import FUNCTIONS, Pool
 from fulldepth.hf.finder import STACKS
 from fulldepth.hf.heads import pool
 from fulldepth.hf.model_hash import equal
+from fulldepth.hf.modes import hooked
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest accepted error (rounding) in each precision, relative to the largest entry."""
@@ -82,11 +82,12 @@ def follow(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
         if given is not None and gave is not None:
             trace.calls.append(Call(path, module, given, gave))
 
-    with ExitStack() as hooks:
-        for path, module in anatomy.model.named_modules():
-            *above, last = path.split(".")
-            if last.isdigit() or not any(name.isdigit() for name in above):  # members of lists, and all outside blocks
-                hooks.callback(module.register_forward_hook(partial(record, path), with_kwargs=True).remove)
+    traced = []
+    for path, module in anatomy.model.named_modules():
+        *above, last = path.split(".")
+        if last.isdigit() or not any(name.isdigit() for name in above):  # members of lists, and all outside blocks
+            traced.append((path, module))
+    with hooked(module.register_forward_hook(partial(record, path), with_kwargs=True) for path, module in traced):
         output = run(runner, body_inputs(anatomy, inputs))
     trace.logits = logits_of(output) if runner is anatomy.model else None
     return trace
@@ -285,7 +286,7 @@ def _end(anatomy: Anatomy, trace: Trace) -> Tensor:
 
     A model with a head may call parts of its body instead of the body, as OPT does.
     """
-    names = next(name for name, module in anatomy.model.named_modules() if module is anatomy.block_list).split(".")
+    names = anatomy.blocks_path.split(".")
     around = [".".join(names[:count]) for count in range(len(names))]
     last = {call.path: call for call in trace.calls}
     ends = [last[path].gave for path in around if path in last and (path or trace.logits is None)]

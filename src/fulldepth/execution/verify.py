@@ -268,7 +268,7 @@ def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) 
     )
     weights = [site for site, role in ROLE_OF_SITE.items() if anatomy.layers_with(role)]
     with capture(anatomy, [*sites, *weights]) as activations:
-        anatomy.runner(**body_inputs(anatomy, inputs))
+        anatomy.run(inputs)
         if "value" in sites and not activations.has_run("value"):  # the layer's attention is skipped in place
             unproven["value"] = "the attention of some layers did not run"
             anatomy = replace(anatomy, family=replace(family, value=None))
@@ -307,7 +307,7 @@ def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) 
 def _check_branches(anatomy: Anatomy, states: Mapping[str, list[Tensor]]) -> None:
     """Check that every block's output is the combination of its input and its branches."""
     design = anatomy.family.design
-    for layer in range(1, anatomy.num_layers + 1):
+    for layer in anatomy.layers:
         x, after, a, m, before_mlp = (
             states[site][layer - 1]
             for site in ("attention_carried", "attention_output", "attention_branch", "mlp_branch", "mlp_input")

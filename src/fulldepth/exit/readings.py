@@ -33,7 +33,7 @@ from fulldepth.core.progress import Watcher
 from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import advisable, sample
 from fulldepth.data import Batch
-from fulldepth.execution import body_inputs, capture
+from fulldepth.execution import capture
 from fulldepth.execution.decoding import ExitRule, certainty
 from fulldepth.execution.lens import PositionSample
 from fulldepth.execution.predictions import losses, read_predictions
@@ -209,7 +209,7 @@ def read_exits(subject: Subject, rules: Sequence[Rule], settings: LayerReadingSe
     with capture(subject.anatomy, ["residual"]) as activations:
         for batch in subject.sequences.batches(batch_size_of(subject, settings)):
             inputs = subject.inputs(batch.inputs if batch.masked_inputs is None else batch.masked_inputs)
-            subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
+            subject.anatomy.run_body(inputs)
             states = activations["residual"]
             if not all(map(all_finite, states)):
                 raise FulldepthError(

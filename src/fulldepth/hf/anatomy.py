@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from fulldepth.core.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError, first_reason
 from fulldepth.hf.families import FUNCTIONS, Family, Head, rows_of
 from fulldepth.hf.finder import STACKS, body_of, find_families, refuse_other_inputs, unwrapped
 
@@ -91,6 +91,14 @@ class Anatomy:
         """The module that one pass runs: the body, or the whole model for a decoder that reads an encoder's states."""
         return self.model if self.family.tower == "decoder" else self.body
 
+    def run(self, inputs: Mapping[str, Any]) -> Any:
+        """Run the forward pass of `runner` on a batch for the whole model."""
+        return self.runner(**body_inputs(self, inputs))
+
+    def run_body(self, inputs: Mapping[str, Any]) -> Any:
+        """Run the forward pass of `body` on a batch for the whole model."""
+        return self.body(**body_inputs(self, inputs))
+
     @property
     def config(self) -> Any:
         """The configuration of the body (for a tower, the tower's own)."""
@@ -105,6 +113,12 @@ class Anatomy:
         return self.body.get_submodule(self.family.blocks)  # type: ignore[return-value]
 
     @property
+    def blocks_path(self) -> str:
+        """Path of the list of blocks from the model, as in the names of weights."""
+        blocks = self.block_list
+        return next(name for name, module in self.model.named_modules() if module is blocks)
+
+    @property
     def blocks(self) -> Sequence[nn.Module]:
         """The block of each layer, Python indices 0..L-1; the same block may stand for several layers."""
         blocks = self.block_list
@@ -116,6 +130,11 @@ class Anatomy:
     def num_layers(self) -> int:
         """L, the number of layers."""
         return len(self.blocks)
+
+    @property
+    def layers(self) -> range:
+        """The numbers of all layers, 1..L."""
+        return range(1, self.num_layers + 1)
 
     @property
     def width(self) -> int:
@@ -147,7 +166,7 @@ class Anatomy:
 
     def layers_with(self, role: str) -> list[int]:
         """The 1-based layers that have a module with this role."""
-        return [layer for layer in range(1, self.num_layers + 1) if self.part(layer, role) is not None]
+        return [layer for layer in self.layers if self.part(layer, role) is not None]
 
     def reader(self, layer: int) -> nn.Module:
         """The module whose input is x of a 1-based layer: the block, or its attention norm where x is a sum."""
@@ -174,7 +193,7 @@ class Anatomy:
             "its blocks hold several residual streams (Hyper-Connections)": self.has_streams,
             "its attention reads a memory of earlier layers": bool(self.layers_with("router")),
         }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        return first_reason(reasons)
 
     def stream(self, states: Tensor) -> Tensor:
         """Return the residual stream `[B, T, D]` in a block's input or output; the sum if there are several streams."""
@@ -282,38 +301,40 @@ class Anatomy:
         """Yield every weight matrix of every block: its name inside the block, its 1-based layer, its module. A matrix
         with adapters counts once, and its module is PEFT's (`is_adapted`).
         """
-        for layer, block in enumerate(self.blocks, start=1):
-            inside: tuple[str, ...] = ()
-            for name, module in block.named_modules():
-                if name.startswith(inside):
-                    continue
-                inside += (f"{name}.",) if is_adapted(module) else ()
-                weight = getattr(module, "weight", None)
-                if name and weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding):
-                    yield name, layer, module
+        for name, layer, module in self._modules_of_blocks():
+            weight = getattr(module, "weight", None)
+            if name and weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding):
+                yield name, layer, module
 
     def expert_projections(self) -> Iterator[tuple[str, int, nn.Parameter | None]]:
         """Yield every tensor `[E, m, n]` that stores the matrices of E experts: the parameter's name inside the block,
         its 1-based layer, the parameter. The parameter is None for experts whose matrices are stored in another way or
         have adapters.
         """
+        for path, layer, module in self._modules_of_blocks():
+            if is_adapted(module):
+                inner = stacked_experts(module.get_base_layer())
+                yield from ((f"{path}.{name}".removesuffix(".weight"), layer, None) for name in inner)
+                continue
+            stacked = stacked_experts(module)
+            yield from ((f"{path}.{name}".removesuffix(".weight"), layer, p) for name, p in stacked.items())
+            weight = getattr(module, "weight", None)
+            is_matrix = weight is not None and weight.ndim == 2  # found by `projections`
+            has_parameters = next(module.parameters(recurse=False), None) is not None
+            if has_parameters and not stacked and not is_matrix and "expert" in type(module).__name__.lower():
+                yield path, layer, None
+
+    def _modules_of_blocks(self) -> Iterator[tuple[str, int, Any]]:
+        """Yield every module of every block, except those inside a wrapper with adapters: its name inside the block
+        (empty for the block), its 1-based layer, the module.
+        """
         for layer, block in enumerate(self.blocks, start=1):
             inside: tuple[str, ...] = ()
-            for path, module in block.named_modules():
-                if path.startswith(inside):
+            for name, module in block.named_modules():
+                if name.startswith(inside):
                     continue
-                if is_adapted(module):
-                    inside += (f"{path}.",)
-                    inner = stacked_experts(module.get_base_layer())
-                    yield from ((f"{path}.{name}".removesuffix(".weight"), layer, None) for name in inner)
-                    continue
-                stacked = stacked_experts(module)
-                yield from ((f"{path}.{name}".removesuffix(".weight"), layer, p) for name, p in stacked.items())
-                weight = getattr(module, "weight", None)
-                is_matrix = weight is not None and weight.ndim == 2  # found by `projections`
-                has_parameters = next(module.parameters(recurse=False), None) is not None
-                if has_parameters and not stacked and not is_matrix and "expert" in type(module).__name__.lower():
-                    yield path, layer, None
+                inside += (f"{name}.",) if is_adapted(module) else ()
+                yield name, layer, module
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -440,6 +461,19 @@ def text_config(config: Any, decoder: bool = False) -> Any:
     has no parts, as outside of transformers.
     """
     return config.get_text_config(decoder=decoder) if hasattr(config, "get_text_config") else config
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: Any = None) -> list[int]:
+    """Return the tokens that end a model's text: those of its generation configuration, and the tokenizer's."""
+    stated = getattr(model.generation_config, "eos_token_id", None)
+    listed = [stated] if isinstance(stated, int) else list(stated or ())
+    of_tokenizer = getattr(tokenizer, "eos_token_id", None)
+    return listed if of_tokenizer is None or of_tokenizer in listed else [*listed, of_tokenizer]
+
+
+def config_parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """Name -> configuration: the whole one under the empty name, and the configurations that are its entries."""
+    return {"": config} | {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
 
 
 def unused_positions(model: nn.Module) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError
+from fulldepth.hf.anatomy import config_parts
 
 PLAIN = {"output_attentions": False, "output_hidden_states": False, "return_dict": True, "torchscript": False}
 """Entry -> value with which a model returns the outputs that commands read."""
@@ -21,7 +22,7 @@ def asked_outputs(model: PreTrainedModel) -> Asked:
     """The entries of a model's configuration that differ from `PLAIN`, and those that were set aside at load."""
     return {
         (part, name): value
-        for part, config in _parts(model.config).items()
+        for part, config in config_parts(model.config).items()
         for name, plain in PLAIN.items()
         if isinstance(value := getattr(config, name, None), bool) and value is not plain
     } | getattr(model, SET_ASIDE, {})
@@ -35,7 +36,7 @@ def set_aside(model: PreTrainedModel) -> None:
 
 def make_plain(config: PreTrainedConfig) -> None:
     """Give the entries of a configuration and its parts their plain values, in place."""
-    for part in _parts(config).values():
+    for part in config_parts(config).values():
         for name, plain in PLAIN.items():
             if isinstance(value := getattr(part, name, None), bool) and value is not plain:
                 setattr(part, name, plain)
@@ -67,13 +68,8 @@ def check_outputs(model: PreTrainedModel) -> None:
     Raises:
         FulldepthError: with the entry to set.
     """
-    if not all(getattr(config, "return_dict", True) for config in _parts(model.config).values()):
+    if not all(getattr(config, "return_dict", True) for config in config_parts(model.config).values()):
         raise FulldepthError(
             "The model's configuration has return_dict=False, so the model returns tuples without names. Set "
             "model.config.return_dict = True."
         )
-
-
-def _parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
-    """Name -> configuration: the whole one under the empty name, and its parts."""
-    return {"": config} | {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}

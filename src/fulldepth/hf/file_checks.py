@@ -20,6 +20,7 @@ from transformers.utils import cached_file
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import read_json, reading
+from fulldepth.hf.modes import hooked
 
 ADAPTER = "adapter_config.json"
 CONFIG = "config.json"
@@ -408,11 +409,8 @@ def bounded_construction(where: str, weights: Weights) -> Iterator[None]:
         torch_module.register_module_buffer_registration_hook(tensor),
         torch_module.register_module_module_registration_hook(lambda *_: grow("modules", 1)),
     ]
-    try:
+    with hooked(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def available_memory(device: torch.device) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 from fulldepth.core.errors import FulldepthError, is_out_of_memory, one_line, unknown
+from fulldepth.core.files import sha256_of
 from fulldepth.core.processor import check_bfloat16
 from fulldepth.hf.anatomy import first_broken_weight
 from fulldepth.hf.asked_outputs import check_outputs, set_aside
@@ -73,7 +73,7 @@ class Checkpoint:
             return {name: lasting(v) if isinstance(v := entries[name], dict) else v for name in names}
 
         document = json.dumps(lasting(self.model.config.to_diff_dict()), sort_keys=True, default=str)
-        return "sha256:" + hashlib.sha256(document.encode()).hexdigest()
+        return "sha256:" + sha256_of(document)
 
     def describe(self) -> dict[str, Any]:
         """Return the model's entries in `results.json`."""

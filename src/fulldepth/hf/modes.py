@@ -1,17 +1,18 @@
-"""Context managers around a model: evaluation mode, frozen weights, offloaded weights in memory, a silent library.
+"""Context managers around a model: evaluation mode, hooks, frozen and offloaded weights, a silent library.
 
 Also what a module's hooks need: the device of its inputs, and the state in its output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel, logging
 
 from fulldepth.core.errors import FulldepthError
@@ -66,6 +67,20 @@ def silent(level: int = logging.CRITICAL) -> Iterator[None]:
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Keep hooks inside `with`, and remove them on leaving.
+
+    Args:
+        hooks: what registering each of them returns. As a generator it registers them here, so that the first ones are
+            removed even if a later one fails.
+    """
+    with ExitStack() as registered:
+        for hook in hooks:
+            registered.callback(hook.remove)
+        yield
 
 
 def device_of(model: nn.Module) -> torch.device:

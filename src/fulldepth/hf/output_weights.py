@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -20,7 +19,7 @@ from torch.func import functional_call
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
-from fulldepth.hf.modes import device_of, evaluating, in_memory, state_in
+from fulldepth.hf.modes import device_of, evaluating, hooked, in_memory, state_in
 from fulldepth.hf.scalars import ROLES
 from fulldepth.hf.surgery import first_input
 
@@ -174,9 +173,8 @@ def _run_block(
     def keep(role: str, module: nn.Module, inputs: Any, output: Any) -> None:
         outputs[role] = state_in(output)
 
-    with ExitStack() as hooks:
-        for role, output in weights.items():
-            hooks.callback(output.branch.register_forward_hook(partial(keep, role)).remove)
+    branches = {role: output.branch for role, output in weights.items()}
+    with hooked(branch.register_forward_hook(partial(keep, role)) for role, branch in branches.items()):
         outputs["block"] = _output(block, values, _with_stream(call, scale * _unit(first_input(*call))))
     return outputs
 
@@ -202,10 +200,8 @@ def _record(anatomy: Anatomy, modules: Iterable[nn.Module], ids: Tensor) -> dict
         calls[module] = (args, kwargs)
 
     modules = list(modules)
-    with ExitStack() as hooks:
-        for module in modules:
-            hooks.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
-        ids = ids.to(device_of(anatomy.model))
+    ids = ids.to(device_of(anatomy.model))
+    with hooked(module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules):
         anatomy.body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     if missing := [type(module).__name__ for module in modules if module not in calls]:
         raise FulldepthError(
@@ -224,9 +220,8 @@ def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], 
     def keep(path: str, *_: Any) -> None:
         returned[path] = next(calls)
 
-    with ExitStack() as hooks, torch.no_grad():
-        for path, module in branch.named_modules():
-            hooks.callback(module.register_forward_hook(partial(keep, path)).remove)
+    hooks = (module.register_forward_hook(partial(keep, path)) for path, module in branch.named_modules())
+    with hooked(hooks), torch.no_grad():
         branch(*call[0], **call[1])
     stream = first_input(*call)
     call = _with_stream(call, torch.randn(stream.shape, generator=generator).to(stream))

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedConfig
 
+from fulldepth.hf.anatomy import config_parts
+
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Entries with the number of further layers that predict more than the next token, as families name them."""
 MARKS = ("mtp", "nextn")
@@ -25,9 +27,8 @@ def withdraw_promises(config: PreTrainedConfig, weights: Iterable[str]) -> list[
     if any(mark in part for name in weights for part in name.split(".") for mark in MARKS):
         return []
     notes = []
-    parts = [config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))]
     for name in PREDICTORS:
-        for part in parts:
+        for part in config_parts(config).values():
             if name in vars(part) and getattr(part, name):
                 setattr(part, name, 0)
                 notes.append(f"The layers for multi-token prediction are not part of this model: {name} is now 0.")

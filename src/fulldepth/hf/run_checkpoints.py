@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -15,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 from fulldepth.core.errors import FulldepthError, names_of
-from fulldepth.core.files import atomic, read_document, read_json, reading, temporary_name
+from fulldepth.core.files import atomic, read_document, read_json, reading, sha256_of_file, temporary_name
 
 SEAL = "complete.json"
 """The file that is written last into a checkpoint: sizes and hashes of its files, and notes of the run."""
@@ -113,7 +112,7 @@ def seal(checkpoint: str | Path, notes: dict[str, Any] | None = None) -> None:
     """
     folder = Path(checkpoint)
     sizes = _sizes(folder)
-    hashes = {name: _hash(folder / name) for name in sizes}
+    hashes = {name: sha256_of_file(folder / name) for name in sizes}
     document = {"files": sizes, "hashes": hashes, "notes": notes or {}}
     with atomic(folder / SEAL) as part:
         part.write_text(json.dumps(document, indent=1), encoding="utf-8")
@@ -140,7 +139,7 @@ def notes_of(checkpoint: str | Path) -> dict[str, Any]:
     folder = Path(checkpoint)
     document = read_document(folder / SEAL, SealDocument)
     for name, expected in document.hashes.items():
-        if _hash(folder / name) != expected:
+        if sha256_of_file(folder / name) != expected:
             raise FulldepthError(f"Cannot read {folder / name}: it has changed since the checkpoint was written.")
     return dict(document.notes)
 
@@ -199,12 +198,6 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
                 f"Cannot read {child}: the link points to nothing. Restore the checkpoint, or remove the link."
             )
     return [(int(match[1]), child) for match, child in matches if match and child.is_dir()]
-
-
-def _hash(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sizes(folder: Path) -> dict[str, int]:

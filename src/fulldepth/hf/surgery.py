@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from fulldepth.core.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError, first_reason
 from fulldepth.hf.anatomy import Anatomy
-from fulldepth.hf.modes import device_of, state_in, with_state
+from fulldepth.hf.modes import device_of, hooked, state_in, with_state
 from fulldepth.hf.scalars import FACTORS_OF_PART, ROLES, Block, Scalars, blocks_of, factor_names
 
 _SWITCHED: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
@@ -106,7 +106,7 @@ class Switches:
                     f"Scalars need the {role} of every layer; only layers {present} have one. Search with --no-fit."
                 )
         self._scalars = scalars
-        for layer in range(1, self.anatomy.num_layers + 1):
+        for layer in self.anatomy.layers:
             self._apply(layer)
 
     def __enter__(self) -> Self:
@@ -122,7 +122,7 @@ class Switches:
             raise FulldepthError(
                 "Layers that are compiled one by one cannot be skipped; compile the whole model, or nothing."
             )
-        self._ports = {layer: {} for layer in range(1, self.anatomy.num_layers + 1)}
+        self._ports = {layer: {} for layer in self.anatomy.layers}
         if not self.zeroes:
             self._ports = _ports(self.anatomy)
         _SWITCHED[blocks] = self
@@ -247,7 +247,7 @@ def obstacle_to_skipping(anatomy: Anatomy) -> str | None:
     """
     family = anatomy.family
     config = anatomy.model.config
-    attentions = filter(None, (anatomy.part(layer, "attention") for layer in range(1, anatomy.num_layers + 1)))
+    attentions = filter(None, (anatomy.part(layer, "attention") for layer in anatomy.layers))
     causal = all(getattr(m, "is_causal", True) is not False for part in attentions for m in part.modules())
     obstacles = {
         "it is an encoder, and only decoders are known to work without some of their attention": (
@@ -267,7 +267,7 @@ def obstacle_to_skipping(anatomy: Anatomy) -> str | None:
         ),
         "its layers share modules": len(set(anatomy.blocks)) < anatomy.num_layers,
     }
-    return next((reason for reason, holds in obstacles.items() if holds), None)
+    return first_reason(obstacles)
 
 
 class _Mixer:
@@ -368,12 +368,13 @@ def _ports(anatomy: Anatomy) -> dict[int, dict[str, Port]]:
 
     ids = torch.zeros(1, 2, dtype=torch.long, device=device_of(anatomy.model))
     devices = [ids.device] if ids.device.type == "cuda" else []
-    with ExitStack() as hooks, warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices):
+    modules: list[tuple[int, nn.Module]] = []
+    for layer, block in enumerate(anatomy.blocks, start=1):
+        parts = (anatomy.part(layer, f"{role}{end}") for role in ROLES for end in ("", "_branch"))
+        modules += [(layer, module) for module in {block, *block.children(), *filter(None, parts)}]
+    hooks = (module.register_forward_hook(partial(record, layer), with_kwargs=True) for layer, module in modules)
+    with hooked(hooks), warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices):
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # under gradient checkpointing
-        for layer, block in enumerate(anatomy.blocks, start=1):
-            parts = (anatomy.part(layer, f"{role}{end}") for role in ROLES for end in ("", "_branch"))
-            for module in {block, *block.children(), *filter(None, parts)}:
-                hooks.callback(module.register_forward_hook(partial(record, layer), with_kwargs=True).remove)
         anatomy.body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     return {layer: _ports_of_layer(anatomy, layer, calls[layer]) for layer in calls}
 

@@ -9,7 +9,7 @@ import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, logits_of, sample_inputs
+from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, config_parts, logits_of, sample_inputs
 from fulldepth.hf.exit_heads import cut_exit_heads
 from fulldepth.hf.heads import Classifier, uses_fsdp
-from fulldepth.hf.modes import evaluating, is_offloaded, state_in
+from fulldepth.hf.modes import evaluating, hooked, is_offloaded, state_in
 from fulldepth.hf.stream_scale import cut_stream_scale
 from fulldepth.hf.surgery import skipping
 from fulldepth.hf.tying import state_ties
@@ -147,7 +147,7 @@ def without_layers(anatomy: Anatomy, remaining: Sequence[int]) -> PreTrainedMode
     config = cut_config(anatomy, remaining).config
     cut = _sharing(anatomy, config, remaining).train(anatomy.model.training)
     inputs = sample_inputs(anatomy)
-    removed = set(range(1, anatomy.num_layers + 1)) - set(remaining)
+    removed = set(anatomy.layers) - set(remaining)
     with torch.no_grad(), evaluating(anatomy.model), evaluating(cut), skipping(anatomy, removed, "layer"):
         arguments = body_inputs(anatomy, inputs)
         expected = logits_of(anatomy.model(**arguments))
@@ -191,9 +191,9 @@ def cut_config(anatomy: Anatomy, remaining: Sequence[int]) -> CutConfig:
         FulldepthError: if the class of the configuration does not accept it.
     """
     whole = anatomy.model.config
-    parts = [("", whole), *((name, part) for name, part in vars(whole).items() if isinstance(part, PreTrainedConfig))]
-    names = [name for name, part in parts if part is anatomy.config]
-    names = names or [name for name, part in parts if part.to_dict() == anatomy.config.to_dict()]
+    parts = config_parts(whole)
+    names = [name for name, part in parts.items() if part is anatomy.config]
+    names = names or [name for name, part in parts.items() if part.to_dict() == anatomy.config.to_dict()]
     if not names:
         raise _refusal(anatomy, remaining, "the configuration of its layers is not a part of the model's")
     entries = whole.to_dict()
@@ -226,7 +226,7 @@ def check_depth(anatomy: Anatomy) -> None:
     """
     model = anatomy.model
     blocks = anatomy.block_list
-    path = next(name for name, module in model.named_modules() if module is blocks)
+    path = anatomy.blocks_path
     expected = len(blocks)
     with torch.random.fork_rng(devices=[]), init_empty_weights(), suppress(Exception):  # a class may refuse anything
         expected = len(type(model)(copy.deepcopy(model.config)).get_submodule(path))  # type: ignore[arg-type]
@@ -240,8 +240,9 @@ def check_depth(anatomy: Anatomy) -> None:
 
 def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """Return a configuration and its parts, in the order of their names."""
-    parts = sorted((name, part) for name, part in vars(config).items() if isinstance(part, PreTrainedConfig))
-    return [config, *(inner for _, part in parts for inner in _configs(part))]
+    parts = config_parts(config)
+    names = sorted(filter(None, parts))
+    return [config, *(inner for name in names for inner in _configs(parts[name]))]
 
 
 def _depth_names(config: PreTrainedConfig) -> set[str]:
@@ -314,7 +315,7 @@ def _sharing(anatomy: Anatomy, config: PreTrainedConfig, remaining: Sequence[int
         raise _refusal(anatomy, remaining, f"its class does not accept such a configuration ({error})") from error
     if replace(anatomy, model=cut).num_layers != len(remaining):
         raise _refusal(anatomy, remaining, "its configuration states their number under no known name")
-    prefix = next(name for name, module in anatomy.model.named_modules() if module is anatomy.block_list)
+    prefix = anatomy.blocks_path
     numbered = re.compile(rf"{re.escape(prefix)}\.(\d+)\.")
     parameters = dict(anatomy.model.named_parameters(remove_duplicate=False))
     tensors = parameters | dict(anatomy.model.named_buffers(remove_duplicate=False))
@@ -375,8 +376,6 @@ def state_at(anatomy: Anatomy, layer: int, inputs: Mapping[str, Any]) -> Tensor:
         if next(calls) == layer:
             states.append(state_in(output).clone())
 
-    with ExitStack() as hooks:
-        for block in set(anatomy.blocks):
-            hooks.callback(block.register_forward_hook(keep).remove)
-        anatomy.body(**body_inputs(anatomy, inputs))
+    with hooked(block.register_forward_hook(keep) for block in set(anatomy.blocks)):
+        anatomy.run_body(inputs)
     return anatomy.stream(states[0])

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.targets import IGNORE
-from fulldepth.execution import body_inputs, capture, find_anatomy
+from fulldepth.execution import capture, find_anatomy
 from fulldepth.hf import Anatomy, Classifier, device_of, evaluating, open_model
 from fulldepth.losses.aligned_loss import Reader
 from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
@@ -94,7 +94,7 @@ class Distillation(Term):
         model = teacher.anatomy.model.to(logits.device)  # type: ignore[arg-type]
         inputs = {name: entry for name, entry in context.batch.items() if not name.endswith("labels")}
         with torch.no_grad(), evaluating(model), capture(teacher.anatomy, ["residual"]) as activations:
-            teacher.anatomy.body(**body_inputs(teacher.anatomy, inputs))
+            teacher.anatomy.run_body(inputs)
             states = activations["residual"][-1]
         return distillation_loss(logits, states, teacher.tokens, labels, self.temperature)
 

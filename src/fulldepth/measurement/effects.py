@@ -78,7 +78,7 @@ class EffectPass:
         self.remover = PartRemover(self.anatomy, subject.inputs(small_batch(subject.sequences).inputs))
         self.batches = len(subject.sequences.groups(settings.batch_size)[process.rank :: process.world])
         self.draws = min(settings.effect_positions, max(0, plan.setup.sequence_length - 1) // STRIDE)
-        self.layers = range(1, self.anatomy.num_layers + 1)
+        self.layers = self.anatomy.layers
         self.timed = False
         """Whether the time has been estimated."""
         products = [token_products(block) for block in self.anatomy.blocks]

@@ -16,7 +16,7 @@ from fulldepth.data import Sequences, decode_ids
 from fulldepth.data.batches import Example, collate_texts, id_bytes
 from fulldepth.data.conversations import encode_prompt
 from fulldepth.data.records import TextRecord
-from fulldepth.hf import logits_of
+from fulldepth.hf import end_tokens, logits_of
 from fulldepth.subject import Subject
 
 
@@ -45,9 +45,8 @@ def continued(
     """
     tokenizer = subject.tokenizer
     model = subject.model
-    stated = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])}
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    ends = end_tokens(model, tokenizer)
+    positions = subject.anatomy.max_positions
     watcher.begin("Generating", steps * len(texts))
     examples = []
     for number, text in enumerate(texts):

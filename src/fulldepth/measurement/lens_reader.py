@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.core.distributed import Processes
+from fulldepth.core.errors import shortened
 from fulldepth.core.targets import IGNORE
 from fulldepth.data import Batch, decode_ids
 from fulldepth.execution import TopTokens, read_layers, top_tokens
@@ -172,5 +173,4 @@ def show(tokenizer: Any, token: int) -> str:
     """A token as text, at most `LONGEST` characters; its id if there is no tokenizer."""
     if tokenizer is None:
         return f"#{token}"
-    text = decode_ids(tokenizer, [token])
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return shortened(decode_ids(tokenizer, [token]), LONGEST)

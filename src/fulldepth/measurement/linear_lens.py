@@ -16,7 +16,7 @@ from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import counted, plural, sample
 from fulldepth.data import Sequences, Source
 from fulldepth.data.corpus import CORPUS
-from fulldepth.execution import body_inputs, capture
+from fulldepth.execution import capture
 from fulldepth.hf import available_memory
 from fulldepth.metrics import LinearMaps, MapSums
 from fulldepth.settings.measure import MeasureSettings
@@ -300,7 +300,7 @@ def add_states(
         for batch in sequences.batches(settings.batch_size, process.rank, process.world):
             assert batch.targets is not None, "a head that predicts tokens"
             inputs = subject.inputs(batch.inputs if batch.masked_inputs is None else batch.masked_inputs)
-            subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
+            subject.anatomy.run(inputs)
             states = activations.stack("residual", device)  # [L+1, B, T, D]
             activations.clear()
             where = (batch.targets != IGNORE).to(device)  # [B, T]

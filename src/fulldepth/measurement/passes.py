@@ -19,7 +19,7 @@ from fulldepth.core.distributed import Processes
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.data import Batch
-from fulldepth.execution import COEFFICIENTS, Verified, body_inputs, capture
+from fulldepth.execution import COEFFICIENTS, Verified, capture
 from fulldepth.hf import DetectionHeads, all_finite
 from fulldepth.measurement import tokens
 from fulldepth.measurement.lens_reader import LensReader
@@ -98,21 +98,21 @@ def run_pass(
             progress = StepProgress(watcher, layers, len(batch))
             inputs = subject.inputs(batch.inputs)
             with clock("forward"):
-                subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
+                subject.anatomy.run(inputs)
             with clock("states"):
                 states = {site: activations.stack(site, device) for site in sites - COEFFICIENTS.keys()}
                 coefficients = {site: activations.coefficients(site) for site in sites & COEFFICIENTS.keys()}
             activations.clear(keep_stacks=batch.masked_inputs is None)
             if reference is not None and other is not None:
                 with clock("forward (reference)"):
-                    reference.anatomy.runner(**body_inputs(reference.anatomy, inputs))
+                    reference.anatomy.run(inputs)
                 states["reference"] = other.stack("residual", device)
                 other.clear()
             read = states["residual"] if batch.masked_inputs is None else None
             if batch.masked_inputs is not None and plan.masked_pass:
                 inputs = subject.inputs(batch.masked_inputs)
                 with clock("forward (masked)"):
-                    subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
+                    subject.anatomy.run(inputs)
                 read = activations.stack("residual", device)
                 activations.clear(keep_stacks=False)
             observation = observe(subject, plan.counting, batch, states, read, reader, progress.advance)

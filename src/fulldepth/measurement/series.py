@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import pandas as pd
 from fulldepth import __version__
 from fulldepth.core.distributed import Processes
 from fulldepth.core.errors import FulldepthError
-from fulldepth.core.files import reading
+from fulldepth.core.files import sha256_of, sha256_of_file
 from fulldepth.core.progress import Watcher, without_repeats
 from fulldepth.data import Sequences, Source
 from fulldepth.hf import find_checkpoints, has_weights, incomplete_checkpoints, packaged, trained_steps
@@ -49,11 +48,7 @@ def hash_contents(place: str | Path) -> Contents:
     files = {file.name: file for file in ([path] if path.is_file() else _files(path, "*"))}
     if path.is_dir() and not {"tokenizer.json", "tokenizer_config.json"} & files.keys():
         files |= {f"../{file.name}": file for pattern in TOKENIZER for file in _files(path.parent, pattern)}
-    digests = {}
-    for name, file in files.items():
-        with reading(file), file.open("rb") as stream:
-            digests[name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return str(path), digests
+    return str(path), {name: sha256_of_file(file) for name, file in files.items()}
 
 
 def _weights(model: Contents) -> dict[str, str]:
@@ -79,11 +74,7 @@ def _read_to_fit(data: Source | Sequences, settings: MeasureSettings) -> Any:
         return None
     place = Path(named).expanduser()
     files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
-    digests = {}
-    for file in files:
-        with reading(file), file.open("rb") as stream:
-            digests[str(file.relative_to(place))] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return str(named), digests
+    return str(named), {str(file.relative_to(place)): sha256_of_file(file) for file in files}
 
 
 def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings: MeasureSettings) -> list[str]:
@@ -97,7 +88,7 @@ def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings:
 
 def digest(document: Any) -> str:
     """sha256 of a document's JSON."""
-    return "sha256:" + hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
+    return "sha256:" + sha256_of(json.dumps(document, sort_keys=True, default=str))
 
 
 STEPS = "steps"

@@ -107,7 +107,7 @@ def shares_of_heads(anatomy: Anatomy) -> tuple[tuple[float, ...], ...]:
     if not anatomy.layers_with("router"):
         return ()
     shares = []
-    for layer in range(1, anatomy.num_layers + 1):
+    for layer in anatomy.layers:
         projection = anatomy.part(layer, "output")
         weight = None if projection is None else weight_of(projection)
         if weight is None:

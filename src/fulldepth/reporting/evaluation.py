@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
+from fulldepth.core.errors import enumerated
 from fulldepth.core.number_format import plus_minus
 from fulldepth.reporting.charts import Figure, Line, alone, overlay, readings
 from fulldepth.reporting.draw import add_level
@@ -192,25 +192,21 @@ def evaluation_story(source: PageSource) -> dict[str, Any] | None:
         for task in every[:MOST_NAMED]
     ]
     more = f"; {len(every) - MOST_NAMED} more in the table below" if len(every) > MOST_NAMED else ""
-    sentences = [f"All {source.layers} layers score {_joined(named)}{more}."]
+    sentences = [f"All {source.layers} layers score {enumerated(named)}{more}."]
     guessed = [short(task.name, 40) for task in every if task.entry.get("advised") is False]
     if guessed:
         nothing = ": nothing is advised" if len(guessed) == len(every) else ""
         verb = "is" if len(guessed) == 1 else "are"
-        sentences.append(f"{_joined(guessed[:MOST_NAMED])} {verb} not measurably above chance{nothing}.")
+        sentences.append(f"{enumerated(guessed[:MOST_NAMED])} {verb} not measurably above chance{nothing}.")
     first_layers = {short(task.name, 40): task.enough for task in every if task.enough is not None}
     layer = max(first_layers.values(), default=0)
     if layer == source.layers:
-        needing = _joined([name for name, enough in first_layers.items() if enough == layer][:MOST_NAMED])
+        needing = enumerated([name for name, enough in first_layers.items() if enough == layer][:MOST_NAMED])
         sentences.append(f"No earlier layer is shown to keep the whole model’s score on {needing}.")
     elif layer:
-        on = _joined([*first_layers]) if len(first_layers) <= MOST_NAMED else f"all {len(first_layers)} tasks"
+        on = enumerated([*first_layers]) if len(first_layers) <= MOST_NAMED else f"all {len(first_layers)} tasks"
         sentences.append(f"From layer {layer} on, stopping early is shown to lose at most one point on {on}.")
     return {"sentences": sentences, "next": export_of(source.meta, layer % source.layers)}
-
-
-def _joined(texts: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
 
 
 def whole_scores_table(source: PageSource) -> Table:

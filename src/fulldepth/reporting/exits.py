@@ -10,6 +10,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from fulldepth.core.errors import shortened
 from fulldepth.reporting.charts import Figure, readings
 from fulldepth.reporting.draw import Drawn, chart, points, value_axis
 from fulldepth.reporting.kinds import EXIT
@@ -225,8 +226,7 @@ def generation_tables(source: PageSource) -> dict[str, list[Any]]:
     first_texts = texts[:MOST_TEXTS]
     for prompt, text in zip_longest(prompts[: len(first_texts)], first_texts):
         pair = (prompt or "", (text or "").removeprefix(prompt or ""))
-        cuts = (part if len(part) <= MOST_CHARACTERS else part[: MOST_CHARACTERS - 1] + "…" for part in pair)
-        items.append([visible(part, keep=" \n\t") for part in cuts])
+        items.append([visible(shortened(part, MOST_CHARACTERS), keep=" \n\t") for part in pair])
     cut = f"The first {MOST_TEXTS} of {len(texts):,}; results.json has all." if len(texts) > MOST_TEXTS else ""
     return {
         "texts": [{"template": "texts", "items": items, "note": cut}] if items else [],

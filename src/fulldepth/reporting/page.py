@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
+from fulldepth.core.errors import shortened
 from fulldepth.reporting import evaluation, exits, figures, groups, measured, skip, story, training
 from fulldepth.reporting.charts import Note
 from fulldepth.reporting.kinds import (
@@ -208,8 +209,7 @@ def lens_samples(grid: Mapping[str, Any] | None, words: dict[str, int]) -> list[
     """
 
     def index(token: object) -> int:
-        raw = "" if token is None else str(token)
-        text = visible(raw if len(raw) <= TOKEN_LIMIT else raw[: TOKEN_LIMIT - 1] + "…")
+        text = visible(shortened("" if token is None else str(token), TOKEN_LIMIT))
         return words.setdefault(text, len(words))
 
     return [

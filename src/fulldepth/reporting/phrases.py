@@ -8,6 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from fulldepth.core.errors import shortened
 from fulldepth.core.number_format import plus_minus, rounded
 from fulldepth.core.uncertainty import counted
 from fulldepth.reporting.source import number
@@ -30,8 +31,7 @@ _VISIBLE = {chr(code): chr(0x2400 + code) for code in range(32)} | {" ": "·", "
 
 def short(text: object, limit: int = 200) -> str:
     """`text` in at most `limit` characters; control and direction characters become visible."""
-    raw = str(text)
-    return visible(raw if len(raw) <= limit else raw[: limit - 1] + "…", keep=" ")
+    return visible(shortened(str(text), limit), keep=" ")
 
 
 def visible(text: str, keep: str = "") -> str:
@@ -65,6 +65,11 @@ def _decimals(entry: Mapping[str, Any]) -> int:
     """Decimal place of the first significant digit of a number's standard error: 3 for 0.0056; 0 if there is none."""
     error = number(entry.get("standard_error"))
     return -math.floor(math.log10(error)) if error is not None and 0 < error < 1 else 0
+
+
+def sentences_of(findings: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The sentences of a headline's entries; entries without one are left out."""
+    return [short(entry["sentence"], 600) for entry in findings if entry.get("sentence")]
 
 
 def spread_of(entry: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from fulldepth.reporting.phrases import (
     dotted,
     figure_of,
     quantity,
+    sentences_of,
     short,
     size,
 )
@@ -86,6 +87,11 @@ def parts(source: PageSource) -> list[SkipPart]:
         SkipPart(str(entry["label"]), str(entry["kind"]), table[table["folder"] == entry["label"]], entry)
         for entry in meta["parts"]
     ]
+
+
+def label_among(part: SkipPart, folders: Iterable[SkipPart]) -> str:
+    """The label of a folder if several folders are of its kind; empty for the only one."""
+    return part.label if sum(other.kind == part.kind for other in folders) > 1 else ""
 
 
 @dataclass
@@ -199,7 +205,7 @@ def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
         entries = {str(entry.get("label", "?")): entry for entry in part.meta.get("models") or []}
         names = [str(name) for name in part.table["model"].dropna().unique()]
         programs = {name: str(entries.get(name, {}).get("program") or "transformers") for name in names}
-        several = sum(other.kind == "bench" for other in folders) > 1 and part.label
+        folder = label_among(part, folders)
         for name in names:
             entry = entries.get(name, {})
             of_plan = False
@@ -221,7 +227,7 @@ def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
                     times[phase] = Spread(time, low or time, high or time)
             timed.append(
                 TimedModel(
-                    f"{part.label}: {name}" if several else name,
+                    f"{folder}: {name}" if folder else name,
                     part,
                     programs[name],
                     base_name,
@@ -357,8 +363,7 @@ def _plane(source: PageSource, phase: str) -> go.Figure | None:
 def under_load(_: Figure, source: PageSource) -> Figures:
     """Tokens per second over the original's by number of clients, of all benchmarks under load."""
     folders = [part for part in parts(source) if part.kind == "bench"]
-    several = len(folders) > 1
-    return readings(load_figures([(part.label if several else "", served_cells(part.table)) for part in folders]))
+    return readings(load_figures([(label_among(part, folders), served_cells(part.table)) for part in folders]))
 
 
 def model(source: PageSource) -> dict[str, Any]:
@@ -383,16 +388,15 @@ def findings_of_folders(_: Meta, source: PageSource) -> list[PageFinding]:
     findings = []
     folders = parts(source)
     for part in folders:
-        several = sum(other.kind == part.kind for other in folders) > 1
-        label = short(part.label, 40) if several else ""
+        folder = short(label_among(part, folders), 40)
         for key, entry in (part.meta.get("headline") or {}).items():
             name, of = str(key).partition(" ")[::2] if part.kind in ("bench", "heal") else (str(key), "")
             card = None
             if (
                 name in CARDS and part.kind != "bench" and entry.get("value") is not None
             ):  # a benchmark's numbers are in a table
-                card = (CARDS[name], dotted([of, label]), *figure_of(entry, num_layers_of(folders)))
-            findings.append(PageFinding(entry, card, prefix=f"{label}: " if label else ""))
+                card = (CARDS[name], dotted([of, folder]), *figure_of(entry, num_layers_of(folders)))
+            findings.append(PageFinding(entry, card, prefix=f"{folder}: " if folder else ""))
     return findings
 
 
@@ -406,8 +410,7 @@ def skip_story(source: PageSource) -> dict[str, Any] | None:
     if source.page.name == "bench":
         busy = headline.get("times") or {}
         served = [entry for name, entry in headline.items() if name.startswith(("most_tokens", "rate_ratio"))][:1]
-        load = [short(entry["sentence"], 600) for entry in served if entry.get("sentence")]
-        sentences = [short(busy["sentence"], 600)] if busy.get("sentence") else load or decoding(parts(source))
+        sentences = sentences_of([busy]) or sentences_of(served) or decoding(parts(source))
     else:
         names = source.page.opening
         opening = [
@@ -416,8 +419,7 @@ def skip_story(source: PageSource) -> dict[str, Any] | None:
             for key, entry in headline.items()
             if name == key or (name == TASK and key.startswith(f"{TASK} "))
         ]
-        first = opening or [*headline.values()][:1]
-        sentences = [short(entry["sentence"], 600) for entry in first if entry.get("sentence")]
+        sentences = sentences_of(opening or [*headline.values()][:1])
     return {"sentences": sentences} if sentences else None
 
 
@@ -474,9 +476,8 @@ def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
         healed = "healed" if any(part.kind == "heal" for part in folders) and timed else "not healed"
         change = f"changes the held-out loss by {with_error(added, error)}, {healed}"
         sentences.append(f"Removing {what} of {num_layers_of(folders)} {change}.")
-    headlines = [part.meta.get("headline") or {} for part in folders]
-    busy = [short(headline["times"]["sentence"], 600) for headline in headlines if "times" in headline]
-    return sentences + (decoding(folders) or busy)
+    busy = [(part.meta.get("headline") or {}).get("times") or {} for part in folders]
+    return sentences + (decoding(folders) or sentences_of(busy))
 
 
 def folder_warnings(source: PageSource) -> list[str]:

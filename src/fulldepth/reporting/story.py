@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fulldepth.core.errors import enumerated
 from fulldepth.core.number_format import plus_minus, to_decimals
 from fulldepth.core.thresholds import FEEDS, IDLE, LARGE_JUMP, degrees
 from fulldepth.core.uncertainty import measurable
@@ -159,8 +160,7 @@ def layer_spans(layers: list[int]) -> str:
     texts: list[str] = []
     for first, last in zip(firsts, lasts, strict=True):
         texts += [f"{first} to {last}"] if last > first + 1 else map(str, range(first, last + 1))
-    listed = " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
-    return f"layer{'s' * (len(layers) > 1)} {listed}"
+    return f"layer{'s' * (len(layers) > 1)} {enumerated(texts)}"
 
 
 def _last(facts: Facts) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import tempfile
@@ -19,7 +18,7 @@ import pandas as pd
 from fulldepth import reporting
 from fulldepth.core import launch
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.core.files import atomic, locked, reading, remove_leftovers, write_text
+from fulldepth.core.files import atomic, locked, remove_leftovers, sha256_of, sha256_of_file, write_text
 from fulldepth.core.progress import Watcher
 from fulldepth.reporting.kinds import EXIT, KINDS, TOGETHER, Kind
 from fulldepth.results import document, influences, table
@@ -199,10 +198,7 @@ class Results:
         try:
             tables = {"table": self.table, "influences": self.influences}
             files = {name: frame.to_parquet(index=False) for name, frame in tables.items() if frame is not None}
-            stamps = {
-                name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-                for name, content in files.items()
-            }
+            stamps = {name: {"sha256": sha256_of(content), "bytes": len(content)} for name, content in files.items()}
             text = json.dumps(meta | stamps, indent=1, allow_nan=False, default=str)
             contents = {DOCUMENT: text.encode(), **{STORED[name]: content for name, content in files.items()}}
             watcher.begin(f"Writing results{' and page' * page}", len(contents) + page)
@@ -254,11 +250,8 @@ class Results:
         stamps = {name: stamp for name in STORED if (stamp := meta.pop(name, None)) is not None}
         for name, stamp in stamps.items():
             path = folder / STORED[name]
-            if path.is_file():
-                with reading(path), path.open("rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                if stamp == {"sha256": digest, "bytes": path.stat().st_size}:
-                    continue
+            if path.is_file() and stamp == {"sha256": sha256_of_file(path), "bytes": path.stat().st_size}:
+                continue
             raise TableMismatchError(folder, meta, STORED[name])
         rows = table.read_table(folder / TABLE)
         groups = influences.read_influences(folder / GROUPS) if "influences" in stamps else None

@@ -8,7 +8,6 @@ subtract. The entry `groups` of the document identifies the clusters.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.files import sha256_of
 from fulldepth.core.uncertainty import GROUPS
 from fulldepth.results import table
 
@@ -63,7 +63,7 @@ def groups_entry(clusters: Collection[int], unit: str, text: str = "") -> dict[s
         are the same, and which therefore have the same groups.
     """
     present = np.unique(np.asarray(list(clusters), dtype=np.uint64))
-    digest = hashlib.sha256(text.encode() + present.astype("<u8").tobytes()).hexdigest()
+    digest = sha256_of(text.encode() + present.astype("<u8").tobytes())
     return {"count": min(len(present), GROUPS), "unit": unit, "clusters": len(present), "hash": f"sha256:{digest}"}
 
 

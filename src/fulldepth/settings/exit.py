@@ -9,11 +9,10 @@ from pydantic import Field, model_validator
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.settings.layers import SET, Applies
-from fulldepth.settings.loading import LOADING, Count, LayerReadingSettings, Length
+from fulldepth.settings.loading import LOADING, Count, LayerReadingSettings, Length, Share
 
 Rule = Literal["confidence", "margin", "entropy", "patience"]
 Threshold = Annotated[float, Field(gt=0, le=1)]
-Share = Annotated[float, Field(gt=0, lt=1)]
 EXPORTS = ("layers", "effective_depth")
 """Settings that choose the number of layers of a shorter checkpoint; one of them."""
 READING = ("max_sequences", "sequence_length", "batch_size", "seed", "split", "skip_bad")

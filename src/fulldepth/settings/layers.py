@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_
 import pydantic
 import yaml
 
-from fulldepth.core.errors import FulldepthError, brief, one_line, unknown
+from fulldepth.core.errors import FulldepthError, brief, enumerated, one_line, unknown
 from fulldepth.core.files import read_bytes, reading
 
 _INSTALLED = Path(__file__).parents[1] / "recipes_data"
@@ -131,8 +131,7 @@ class Settings(pydantic.BaseModel):
         reasons = [f"with {' and '.join(present)}"] if present else []
         reasons += [f"without {' or '.join(absent)}"] if absent else []
         wanted = [value for values in entry.beside.values() for value in values]
-        listed = " and ".join(filter(None, [", ".join(wanted[:-1]), *wanted[-1:]]))
-        advice = f"; it applies to {listed}" if listed else ""
+        advice = f"; it applies to {enumerated(wanted)}" if wanted else ""
         return f"{cls.option(name)} has no effect {' and '.join(reasons)}{advice}."
 
     @classmethod

@@ -13,6 +13,9 @@ Length = Annotated[int, Field(ge=1, le=10_000_000)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Rate = Annotated[float, Field(gt=0, le=1e3)]
 """Upper bounds far above any real use: larger values are typing errors that would exhaust memory or time."""
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+"""A part of a whole, neither nothing nor all."""
 
 Precision = Literal["float32", "autocast", "bfloat16"]
 """Of a training."""

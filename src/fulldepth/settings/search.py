@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.settings.layers import SET, Applies
-from fulldepth.settings.loading import SPREADING, Length, LoadingSettings, Rate, Seed
+from fulldepth.settings.loading import SPREADING, Length, LoadingSettings, Rate, Seed, Share
 
 Criterion = Literal["loss", "scaled", "kl"]
 Method = Literal["greedy", "exact", "one-shot", "cosine", "groups", "taylor", "random", "last", "given"]
@@ -101,9 +101,9 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
     """How many blocks to remove; None = until the target, or the number of `given` blocks."""
     target_speedup: Annotated[float, Field(gt=1, le=1000)] | None = None
     """Remove until the model is this many times as fast, by the time of each part measured here; such as 1.2."""
-    target_bytes: Annotated[float, Field(gt=0, lt=1)] | None = None
+    target_bytes: Share | None = None
     """Remove until this share of the weights' bytes is left, such as 0.8."""
-    target_cache: Annotated[float, Field(gt=0, lt=1)] | None = None
+    target_cache: Share | None = None
     """Remove until this share of the cache of keys and values is left."""
     max_loss: Annotated[float, Field(gt=0, le=1000)] | None = None
     """Remove what takes most time for its loss until this many nats are added to the held-out loss."""
@@ -135,7 +135,7 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
     chunks: Batch = 32
     """Chunks of the held-out data, after each of which greedy may drop candidates; at most one for each sequence. Other
     searches read few data in chunks of four sequences, or of a batch if that is smaller."""
-    confidence: float = Field(default=0.95, gt=0, lt=1)
+    confidence: Share = 0.95
     """Probability that a greedy round keeps its best candidate; see "What `greedy` promises" in docs/skipping.md. Also
     that with which a round of `greedy` or `exact` is called sure, and an exchange is chosen."""
     budget: Annotated[str, AfterValidator(_a_time)] | None = None

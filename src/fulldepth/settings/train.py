@@ -12,12 +12,11 @@ from pydantic import Field
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.settings.layers import SET, Applies, Settings, layer, read
-from fulldepth.settings.loading import Count, Length, Precision, Rate, Seed
+from fulldepth.settings.loading import Amount, Count, Length, Precision, Rate, Seed, Share
 
 NonNegativeSteps = Annotated[int, Field(ge=0, le=10**9)]
 Batch = Annotated[int, Field(ge=1, le=10_000_000)]
 NonNegativeRate = Annotated[float, Field(ge=0, le=1e3)]
-Clip = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Workers = Annotated[int, Field(ge=0, le=1024)]
 
 
@@ -95,7 +94,7 @@ class DataSettings(Settings):
     """Classification: cut texts of more than `sequence_length` tokens there instead of refusing them."""
     validation: str | None = None
     """Data for validation, or a folder of tokens as for `tokens`; None = held-out documents or rows."""
-    validation_share: float = Field(default=0.05, gt=0, lt=1)
+    validation_share: Share = 0.05
     """Share of the documents that is held out for validation."""
     validation_sequences: Batch | None = None
     """Most sequences in each validation; None = 32 of text and conversations, a uniform sample of 1,000 labelled
@@ -269,7 +268,7 @@ class TrainSettings(Settings):
     """Learning rate at the end of the cosine."""
     schedule: Literal["cosine", "linear", "constant", "multistep"] = "cosine"
     """Learning rate after the warm-up: cosine, linear, constant, or multistep, a tenth from each milestone on."""
-    milestones: list[Annotated[float, Field(gt=0, lt=1)]] = Field(default_factory=lambda: [0.5, 0.75])
+    milestones: list[Share] = Field(default_factory=lambda: [0.5, 0.75])
     """Shares of the steps after which a multistep schedule divides the learning rate by ten."""
     warmup: float = Field(default=0.0, ge=0, le=1)
     """Share of the steps over which the learning rate rises linearly, rounded to whole steps."""
@@ -283,7 +282,7 @@ class TrainSettings(Settings):
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: Rate = 1e-8
-    clip: Clip = 1.0
+    clip: Amount = 1.0
     """Largest gradient norm; 0 = no clipping, also set by frozen-features, whose heads a common norm would couple."""
 
     precision: Precision = "float32"

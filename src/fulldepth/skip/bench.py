@@ -28,20 +28,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
-import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
-from fulldepth.core.thresholds import BUSY
 from fulldepth.core.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
 from fulldepth.data.examples import Examples, units
 from fulldepth.data.tokens import plain_ids
@@ -53,7 +51,6 @@ from fulldepth.execution.latency import (
     Runner,
     Runs,
     check_prompt_fits,
-    machine,
     random_tokens,
     time_in_rounds,
 )
@@ -75,10 +72,6 @@ from fulldepth.results import (
     claimed,
     difference_finding,
     difference_in_words,
-    finite,
-    provenance,
-    stacked,
-    tabulate,
     unique_names,
 )
 from fulldepth.settings import command_line
@@ -87,6 +80,7 @@ from fulldepth.settings.keywords import takes_settings
 from fulldepth.skip.exports.export import NOTES, load, read_notes
 from fulldepth.skip.plan import Plan, healed_rows, overlap, row_of
 from fulldepth.skip.problem import read_data
+from fulldepth.skip.timed import Cell, ComparedModel, TableRow, Timings, bench_document, with_fitting_contexts
 from fulldepth.skip.under_load import bench_under_load
 from fulldepth.subject import Subject, open_checkpoint
 
@@ -132,11 +126,30 @@ def bench(
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
         raise FulldepthError("Expected one export or more to compare with the original.")
     settings.check_effect(data=data is not None, heldout=heldout is not None)
+    timed = bench_under_load if settings.concurrency else bench_calls
+    with claimed(output, overwrite):
+        results = timed(original, exports, settings, watcher, data, heldout, tokenizer)
+        if output is not None:
+            places = {"data": data, "heldout": heldout, "output": output}
+            given = [original, *exports, *(place for place in places.values() if place is not None)]
+            if "times" in results.headline and all(isinstance(name, str | Path) for name in given):
+                again = command_line("skip bench", [original, *exports], places, settings) + " --overwrite"
+                results.meta["next"] = {"why": "again:", "command": again}
+            results.save(output, watcher=watcher)
+    return results
+
+
+def bench_calls(
+    original: Any,
+    exports: Sequence[Any],
+    settings: BenchSettings,
+    watcher: Watcher,
+    data: Any = None,
+    heldout: Any = None,
+    tokenizer: Any = None,
+) -> Results:
+    """Time one call after another, over batch sizes and contexts; arguments and errors are those of `bench`."""
     with ExitStack() as stack:
-        stack.enter_context(claimed(output, overwrite))
-        if settings.concurrency:
-            results = bench_under_load(original, exports, settings, watcher, data, heldout, tokenizer)
-            return _saved(results, original, exports, settings, watcher, output, data, heldout)
         entries = _opened(original, exports, settings)
         for entry in entries[1:]:
             if isinstance(entry.model, PreTrainedModel):
@@ -146,10 +159,7 @@ def bench(
             Subject.open(opened, None, settings, needs={"language", "plain"}, tokenizer=tokenizer)
         )
         anatomy = subject.anatomy
-        if "contexts" not in settings.model_fields_set and anatomy.max_positions is not None:
-            longest = max(1, anatomy.max_positions - settings.max_new_tokens)
-            shortened = list(dict.fromkeys(min(context, longest) for context in settings.contexts))
-            settings = settings.model_copy(update={"contexts": shortened})
+        settings = with_fitting_contexts(settings, anatomy.max_positions)
         check_prompt_fits(anatomy, max(settings.contexts), settings.max_new_tokens)
         _check_together(entries, settings)
         examples = None
@@ -160,16 +170,16 @@ def bench(
         positions = max([positions, *map(len, examples.heldout if examples else ())])
         models = {entry.label: entry.model for entry in entries}
         runs: dict[str, Runs] = {}
-        sizes: dict[str, int] = {}
+        sizes: dict[str, dict[str, int]] = {}
         for label, model in models.items():
             if isinstance(model, LlamaCpp):
                 stack.enter_context(model.serving(positions, subject.device))
                 runs[label] = model
-                sizes[label] = model.parameter_bytes
+                sizes[label] = {"parameter_bytes": model.parameter_bytes}
             else:
                 runs[label] = Runner(model)
-                sizes[label] = parameter_bytes(model)
-        measured = Measured({entry.label: entry.program for entry in entries}, sizes)
+                sizes[label] = {"parameter_bytes": parameter_bytes(model)}
+        measured = CallTimes({entry.label: entry.program for entry in entries}, sizes)
         if examples is not None:
             measured.losses = heldout_losses(models, examples.heldout, settings.batch_size, watcher)[LOSS]
         cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
@@ -187,29 +197,7 @@ def bench(
             measured.times |= {(label, cell, phase): seconds for (label, phase), seconds in times.items()}
             for label, runner in timed[cell].items():
                 measured.memory[label, cell] = memory(runner, ids, cell.context)
-        results = Results(measured.table(), _document(entries, measured, settings, examples))
-        return _saved(results, original, exports, settings, watcher, output, data, heldout)
-
-
-def _saved(
-    results: Results,
-    original: Any,
-    exports: Sequence[Any],
-    settings: BenchSettings,
-    watcher: Watcher,
-    output: str | Path | None,
-    data: Any,
-    heldout: Any,
-) -> Results:
-    """The results, saved if there is a folder, with the command that repeats them if the machine was busy."""
-    if output is not None:
-        places = {"data": data, "heldout": heldout, "output": output}
-        given = [original, *exports, *(place for place in places.values() if place is not None)]
-        if "times" in results.headline and all(isinstance(name, str | Path) for name in given):
-            again = command_line("skip bench", [original, *exports], places, settings) + " --overwrite"
-            results.meta["next"] = {"why": "again:", "command": again}
-        results.save(output, watcher=watcher)
-    return results
+        return Results(measured.table(), _document(entries, measured, settings, examples))
 
 
 def memory(runner: Runs, ids: Tensor, context: int) -> dict[str, float]:
@@ -223,25 +211,29 @@ def memory(runner: Runs, ids: Tensor, context: int) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class BenchedModel:
-    """A model of the benchmark."""
+class BenchedModel(ComparedModel):
+    """A model that is loaded, or that llama.cpp runs."""
 
-    label: str
     model: PreTrainedModel | LlamaCpp
-    name: str
-    notes: dict[str, Any]
-    """Notes of an export: `format`, `plan`, ...; empty for other models."""
-    original: bool = False
 
-    @property
-    def program(self) -> str:
-        """Program that runs the model: `transformers` or `llama.cpp`."""
-        return "llama.cpp" if isinstance(self.model, LlamaCpp) else "transformers"
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        """The plan that it was exported with; empty if there is none."""
-        return self.notes.get("plan") or {}
+    def about(self) -> dict[str, Any]:
+        """Name, class, depth, size and type of the model."""
+        model = self.model
+        if isinstance(model, LlamaCpp):
+            return {
+                "name": self.name,
+                "class": model.header.architecture,
+                "num_layers": model.header.entries.get("block_count"),
+                "parameters": model.header.weights.elements,
+            }
+        layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+        return {
+            "name": self.name,
+            "class": type(model).__name__,
+            "num_layers": find_anatomy(model).num_layers if self.original else layers,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
 
 
 def _opened(
@@ -251,25 +243,27 @@ def _opened(
 
     If the original is a GGUF file, and llama.cpp runs an export, it also runs the original, before its exports.
     """
-    opened: list[tuple[PreTrainedModel | LlamaCpp, str, dict[str, Any], bool]] = []
+    opened: list[BenchedModel] = []
     files = [
         None if isinstance(source, PreTrainedModel) else find_gguf(packaged(str(source)))
         for source in (original, *exports)
     ]
     for model, file in zip((original, *exports), files, strict=True):
         if file is not None and opened:
-            opened.append((LlamaCpp(file), str(model), {}, False))
+            opened.append(BenchedModel("", str(model), "llama.cpp", {}, False, LlamaCpp(file)))
         elif isinstance(model, str | Path) and (Path(model) / NOTES).is_file():
             exported = load(model, dtype=settings.dtype, device=settings.device)
-            opened.append((exported, str(model), read_notes(Path(model)), not opened))
+            notes = read_notes(Path(model))
+            opened.append(BenchedModel("", str(model), "transformers", notes, not opened, exported))
         else:
             checkpoint = open_checkpoint(model, settings, plain=True)
-            opened.append((checkpoint.model, checkpoint.name, {}, not opened))
+            opened.append(BenchedModel("", checkpoint.name, "transformers", {}, not opened, checkpoint.model))
     if files[0] is not None and any(files[1:]):
-        opened.insert(1, (LlamaCpp(files[0]), f"{opened[0][1]} (llama.cpp)", {}, True))
-    opened.sort(key=lambda entry: isinstance(entry[0], LlamaCpp))
-    labels = unique_names([Path(name) for _, name, *_ in opened])
-    return [BenchedModel(label, *entry) for label, entry in zip(labels, opened, strict=True)]
+        name = f"{opened[0].name} (llama.cpp)"
+        opened.insert(1, BenchedModel("", name, "llama.cpp", {}, True, LlamaCpp(files[0])))
+    opened.sort(key=lambda entry: isinstance(entry.model, LlamaCpp))
+    labels = unique_names([Path(entry.name) for entry in opened])
+    return [replace(entry, label=label) for label, entry in zip(labels, opened, strict=True)]
 
 
 def _check_together(entries: Sequence[BenchedModel], settings: BenchSettings) -> None:
@@ -330,45 +324,16 @@ def _check_tokenizers(entries: Sequence[BenchedModel], examples: Examples, token
             )
 
 
-class Cell(NamedTuple):
-    """One point of the grid of times."""
-
-    batch: int
-    context: int
-
-
 @dataclass
-class Measured:
-    """Measurements of all models."""
+class CallTimes(Timings):
+    """Measurements of all models; `times` has the seconds of each round by (label, cell, phase)."""
 
-    programs: dict[str, str]
-    """Label -> the program that runs the model; the original first. The first of a program is what times of the
-    program's other models are compared with."""
-    parameter_bytes: dict[str, int]
     losses: HeldoutLosses | None = None
     """None without data."""
-    times: dict[tuple[str, Cell, str], list[float]] = field(default_factory=dict)
-    """(label, cell, phase) -> seconds of each round."""
-    other_load: dict[Cell, float] = field(default_factory=dict)
-    """Share of the processor that other programs used during the rounds, by cell."""
     memory: dict[tuple[str, Cell], dict[str, float]] = field(default_factory=dict)
     """(label, cell) -> measure -> bytes."""
 
-    def baseline(self, label: str) -> str:
-        """The model that times of this one are compared with; itself, if it is the first of its program."""
-        return next(other for other, program in self.programs.items() if program == self.programs[label])
-
-    def cells(self, label: str) -> list[Cell]:
-        """Where a model was timed."""
-        return [cell for cell in self.other_load if (label, cell, PHASES[0]) in self.times]
-
-    def busy(self, *cells: Cell) -> Finding | None:
-        """The finding in place of comparisons of times, if other programs used more than `BUSY` of the processor."""
-        other = max(self.other_load[cell] for cell in cells or self.other_load)
-        if other <= BUSY:
-            return None
-        text = f"Not timed: other programs used {100 * other:.0f} % of the processor. Run again on a quiet machine."
-        return Finding(None, "1", text)
+    refused: ClassVar[str] = "timed"
 
     def ratio(self, label: str, phase: str, *cells: Cell) -> Ratio:
         """Time over the baseline's; in several cells (none = all), a round's time is the geometric mean of theirs."""
@@ -384,75 +349,46 @@ class Measured:
         base = self.baseline(label)
         other = "the original" if base == next(iter(self.programs)) else base
         if not math.isfinite(ratio.low):
-            rounds = len(next(iter(self.times.values())))
-            enough = f"an interval takes {FEWEST_ROUNDS} rounds, this is {rounds}"
+            enough = f"an interval takes {FEWEST_ROUNDS} rounds, this is {self.rounds}"
             return f"{ratio.value:.3f} times that of {other} ({enough})"
         if not ratio.differs:
             return f"no measurable difference from {other} (at most {max(ratio.high - 1, 1 - ratio.low):.1%})"
         return f"{ratio.value:.3f} times that of {other} (95 % interval {ratio.low:.3f} to {ratio.high:.3f})"
 
-    def table(self) -> pd.DataFrame:
-        """Rows with the columns `model`, `batch` and `context`."""
-        tables = []
-        for label in self.programs:
-            rows: list[tuple[Any, ...]] = [
-                ("parameter_bytes", "model", None, None, "value", self.parameter_bytes[label], None, "bytes")
-            ]
-            if self.losses is not None:
-                rows += self.losses.rows(label)
-            rows += self._ratios(label, *self.cells(label))
-            tables.append(tabulate(rows, model=label, batch=None, context=None))
-            for cell in self.cells(label):
-                sizes = self.memory.get((label, cell), {})
-                rows = [(measure, "model", None, None, "value", size, None, "bytes") for measure, size in sizes.items()]
-                for phase in PHASES:
-                    seconds = self.times[label, cell, phase]
-                    rows.append((f"{phase}_time", phase, None, None, "median", median(seconds), len(seconds), "s"))
-                if label == next(iter(self.programs)):
-                    rows.append(("other_load", "model", None, None, "value", self.other_load[cell], None, "1"))
-                rows += self._ratios(label, cell)
-                tables.append(tabulate(rows, model=label, batch=cell.batch, context=cell.context))
-        return stacked(tables, model="str", batch="Int64", context="Int64")
+    def whole_rows(self, label: str) -> Iterator[TableRow]:
+        """Rows of a model that belong to no cell: its size, its loss, and ratios over the whole grid."""
+        yield from super().whole_rows(label)
+        if self.losses is not None:
+            yield from self.losses.rows(label)
+        yield from self.ratio_rows(label, *self.cells(label))
 
-    def _ratios(self, label: str, *cells: Cell) -> Iterator[tuple[Any, ...]]:
-        """Times over the baseline's: median over the rounds and the ends of its interval; none on a busy machine."""
-        if label == self.baseline(label) or self.busy(*cells) is not None:
-            return
+    def measured_rows(self, label: str, cell: Cell) -> Iterator[TableRow]:
+        """Rows of a model's memory and times in a cell."""
+        for measure, size in self.memory.get((label, cell), {}).items():
+            yield measure, "model", None, None, "value", size, None, "bytes"
         for phase in PHASES:
-            rounds = len(self.times[label, cells[0], phase])
-            for statistic, value in zip(("median", "low", "high"), self.ratio(label, phase, *cells), strict=True):
-                if math.isfinite(value):
-                    yield "time_ratio", phase, None, None, statistic, value, rounds, "1"
+            seconds = self.times[label, cell, phase]
+            yield f"{phase}_time", phase, None, None, "median", median(seconds), len(seconds), "s"
+
+    def ratios(self, label: str, *cells: Cell) -> Iterator[tuple[str, str, Ratio]]:
+        """Times over the baseline's, by phase."""
+        for phase in PHASES:
+            yield "time_ratio", phase, self.ratio(label, phase, *cells)
 
 
 def _document(
-    entries: Sequence[BenchedModel], measured: Measured, settings: BenchSettings, examples: Examples | None
+    entries: Sequence[BenchedModel], measured: CallTimes, settings: BenchSettings, examples: Examples | None
 ) -> dict[str, Any]:
     """The entries of `results.json`."""
     first: Any = entries[0].model
-    data = {} if examples is None else examples.meta
     digest = model_hash(first)
-    described = []
     warnings = []
     for entry in entries:
-        plan = entry.plan
-        described.append(
-            {
-                "label": entry.label,
-                "program": entry.program,
-                "baseline": entry.original,
-                "model": _about(entry) | {"hash": digest if entry is entries[0] else None},
-                "format": entry.notes.get("format"),
-                **{name: plan.get(name) for name in ("granularity", "blocks", "losses", "healed_loss")},
-            }
-        )
-        if entry.notes.get("format") == "folded":
-            warnings.append(f"{entry.label} (format folded) computes its removed blocks, so no time is saved.")
         if entry.original or isinstance(entry.model, LlamaCpp):
             continue
         if entry.model.dtype != first.dtype:
             warnings.append(f"{entry.label} computes in {entry.model.dtype}, the original in {first.dtype}.")
-        elif settings.dtype == "auto" and plan.get("model", {}).get("hash", digest) != digest:
+        elif settings.dtype == "auto" and entry.plan.get("model", {}).get("hash", digest) != digest:
             warnings.append(f"{entry.label} was made from other weights than those of {entries[0].label}.")
     if files := [entry for entry in entries if isinstance(entry.model, LlamaCpp)]:
         if not files[0].original:
@@ -462,40 +398,13 @@ def _document(
             )
         if settings.batches != [1]:
             warnings.append("llama.cpp was timed with one sequence at a time, transformers with every batch size.")
-    document = {
-        **provenance("bench", settings.model_dump(), seed=settings.seed, machine=machine(first.device)),
-        "baseline": entries[0].label,
-        "model": described[0]["model"],
-        "models": described,
-        "data": data or None,
-        "warnings": [*warnings, *data.get("warnings", [])],
-        "headline": dict(_headline(entries, measured, examples)),
-    }
-    return dict(finite(document))
-
-
-def _about(entry: BenchedModel) -> dict[str, Any]:
-    """Name, class, depth, size and type of a model."""
-    model = entry.model
-    if isinstance(model, LlamaCpp):
-        return {
-            "name": entry.name,
-            "class": model.header.architecture,
-            "num_layers": model.header.entries.get("block_count"),
-            "parameters": model.header.weights.elements,
-        }
-    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    return {
-        "name": entry.name,
-        "class": type(model).__name__,
-        "num_layers": find_anatomy(model).num_layers if entry.original else layers,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
+    models = [(entry, entry.about() | {"hash": digest if entry is entries[0] else None}) for entry in entries]
+    data = None if examples is None else examples.meta or None
+    return bench_document(models, settings, first.device, data, warnings, _headline(entries, measured, examples))
 
 
 def _headline(
-    entries: Sequence[BenchedModel], measured: Measured, examples: Examples | None
+    entries: Sequence[BenchedModel], measured: CallTimes, examples: Examples | None
 ) -> Iterator[tuple[str, Finding]]:
     """Findings by name for each export: the added loss, and for each phase the ratio of times."""
     if (not_compared := measured.busy()) is not None:

@@ -109,10 +109,7 @@ def curve(
         table = _table(plan, read, end)
         document = {
             **provenance(KIND, settings.model_dump(), seed=settings.seed),
-            "model": {**plan.document()["model"], "num_layers": problem.scorer.costs.num_layers},
-            "data": plan.data,
-            "plan": plan.document(),
-            "removed_modules": plan.module_names(problem.scorer.anatomy),
+            **plan.about(problem.scorer.anatomy),
             "break_point": asdict(end),
             "warnings": plan.data.get("warnings", []),
             "headline": _headline(plan, end, table),

@@ -31,7 +31,6 @@ from fulldepth.execution import find_anatomy
 from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS
 from fulldepth.hf import open_model
 from fulldepth.hf.checkpoint_folder import folder_to_be
-from fulldepth.hf.model_hash import model_hash
 from fulldepth.results import (
     Finding,
     Results,
@@ -72,8 +71,7 @@ VALIDATION = "validation-tokens"
 def with_weights(healing: Healing, checkpoint: Path) -> Healing:
     """The healing whose model has the weights of a checkpoint that was trained from its export (`write_start`)."""
     _take_weights(healing.model, healing.plan, checkpoint)
-    planned = {**healing.plan.document()["model"], "hash": model_hash(healing.model)}
-    return replace(healing, plan=healing.plan.changed(model=planned))
+    return replace(healing, plan=healing.plan.of_weights(healing.model))
 
 
 def _take_weights(model: PreTrainedModel, plan: Plan, checkpoint: Path) -> None:
@@ -81,7 +79,7 @@ def _take_weights(model: PreTrainedModel, plan: Plan, checkpoint: Path) -> None:
     trained = open_model(checkpoint, device="cpu").model
     state = trained.state_dict()
     anatomy = find_anatomy(model)
-    prefix = next(name for name, part in model.named_modules() if part is anatomy.block_list)
+    prefix = anatomy.blocks_path
     if find_anatomy(trained).num_layers < anatomy.num_layers:  # those that stay, renumbered
         gone = {*plan.lacking("attention")} & {*plan.lacking("mlp")}
         remaining = [n for n in range(anatomy.num_layers) if n + 1 not in gone]
@@ -191,8 +189,7 @@ def finish_gguf(plan: Plan, model: Any, target: Path, settings: HealSettings) ->
     healed = copy.deepcopy(opened.model)
     fold(healed, plan)
     _take_weights(healed, plan, target)
-    planned = {**plan.document()["model"], "hash": model_hash(healed)}
-    return _write_gguf(plan.changed(model=planned, **UNHEALED), healed, target, settings)
+    return _write_gguf(plan.of_weights(healed, **UNHEALED), healed, target, settings)
 
 
 def _write_gguf(plan: Plan, model: PreTrainedModel, target: Path, settings: HealSettings) -> Results:
@@ -264,13 +261,8 @@ def healing_results(healing: Healing, plan: Plan, tasks: Sequence[TaskReading] =
         warnings.append(f"Losses by number of removed blocks are the search's. {remark}")
     document = {
         **provenance(KIND, healing.settings.model_dump(), seed=healing.settings.seed),
-        "model": {
-            **plan.document()["model"],
-            "num_layers": healing.original.config.get_text_config(decoder=True).num_hidden_layers,
-        },
+        **plan.about(find_anatomy(healing.original)),
         "data": healing.examples.meta,
-        "plan": plan.document(),
-        "removed_modules": plan.module_names(find_anatomy(healing.original)),
         "refits": [refit._asdict() for refit in healing.refits],
         "warnings": warnings,
         "headline": {f"task {reading.task}": reading.finding() for reading in tasks} | dict(healing_headline(healing)),

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,8 +48,7 @@ from fulldepth.hf import (
     open_model,
 )
 from fulldepth.hf.checkpoint_folder import check_disk_space, check_output_path
-from fulldepth.hf.model_hash import model_hash
-from fulldepth.hf.modes import state_in
+from fulldepth.hf.modes import hooked, state_in
 from fulldepth.hf.scalars import ROLES
 from fulldepth.settings import layer as layered
 from fulldepth.settings.heal import HealSettings
@@ -167,11 +165,10 @@ def refit(
         models = {"original": original, "removed": healed}
         readings = heldout_losses(models, unseen, settings.batch_size, watcher, READINGS)
         refits = _heal(original, healed, plan, scales, (fitting, choosing), settings.batch_size, watcher)
-        planned = {**plan.document()["model"], "hash": model_hash(healed)}
         healing = Healing(
             original,
             healed,
-            plan.changed(model=planned, **UNHEALED),
+            plan.of_weights(healed, **UNHEALED),
             settings,
             Examples([*fitting, *choosing], unseen, examples.meta),
             fitting,
@@ -322,7 +319,7 @@ def ends(anatomy: Anatomy, removed: frozenset[Branch]) -> dict[Branch, Branch]:
     host = None
     last_removed = dict[Branch, Branch]()
     first = min(removed, default=(anatomy.num_layers + 1, ""))
-    for layer in range(1, anatomy.num_layers + 1):
+    for layer in anatomy.layers:
         present = [(layer, role) for role in ROLES if anatomy.part(layer, role) is not None]
         gone = [branch for branch in present if branch in removed]
         if parallel:
@@ -368,9 +365,7 @@ class Walk:
             seen[module] = inputs[0] if inputs else None, state_in(output)
 
         self.runner.begin(self.batches[number].inputs)
-        with ExitStack() as hooks:
-            for module in modules:
-                hooks.callback(module.register_forward_hook(keep).remove)
+        with hooked(module.register_forward_hook(keep) for module in modules):
             layers = [n for n in range(self.layer + 1, last + 1) if n not in self.gone]
             states = self.runner.run(layers, self.states[number])
         return states, [seen[module] for module in modules]
@@ -449,7 +444,7 @@ def _heal(
     removed = frozenset((layer, role) for role in ROLES for layer in plan.lacking(role))
     pairs = ends(anatomy, removed)
     weights = find_output_weights(anatomy, pairs, probes(anatomy))
-    gone = [layer for layer in range(1, anatomy.num_layers + 1) if {(layer, role) for role in ROLES} <= removed]
+    gone = [layer for layer in anatomy.layers if {(layer, role) for role in ROLES} <= removed]
     original_walk = Walk(source, [*fitted, *choosing])
     walk = Walk(anatomy, [*fitted, *choosing], gone)
     done: list[Refit] = []

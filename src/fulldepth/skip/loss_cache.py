@@ -6,7 +6,6 @@ the result of every step that ran before.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
@@ -21,7 +20,7 @@ from pydantic import Field, JsonValue
 
 from fulldepth.core.distributed import Processes
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.core.files import read_document, write_text
+from fulldepth.core.files import read_document, sha256_of, write_text
 from fulldepth.core.progress import Watcher
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED, ScoredBatch, Scorer
@@ -328,7 +327,7 @@ class LossCache:
 
 def _digest(steps: Sequence[Mapping[str, Any]]) -> str:
     """The SHA-256 of steps."""
-    return hashlib.sha256(json.dumps(steps).encode()).hexdigest()
+    return sha256_of(json.dumps(steps))
 
 
 def _key(variant: Variant) -> str:

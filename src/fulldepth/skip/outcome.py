@@ -39,7 +39,6 @@ def search_results(
     counts = plan.counts
     tokens = sum(example.predicted for example in problem.examples.heldout)
     control = plan.control_loss
-    noted = plan.document()
     depth = problem.scorer.costs.num_layers
     chain: Sequence[float | None] = plan.losses or [None] * len(counts)
     losses: list[tuple[int | None, float | None, int, str]] = [
@@ -59,10 +58,7 @@ def search_results(
     warnings += [f"{line.capitalize()}; a higher budget may change its pick." for line in stopped]
     document = {
         **provenance(KIND, problem.settings.model_dump(), seed=plan.seed),
-        "model": {**noted["model"], "num_layers": depth},
-        "data": plan.data,
-        "plan": noted,
-        "removed_modules": plan.module_names(problem.scorer.anatomy),
+        **plan.about(problem.scorer.anatomy),
         "warnings": warnings,
         "headline": search_headline(plan, depth),
     }

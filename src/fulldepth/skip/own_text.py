@@ -7,7 +7,6 @@ template, else `own:text`. Rows are samples of the whole softmax (temperature 1)
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -18,17 +17,18 @@ from typing import Any, Literal
 from pydantic import JsonValue, NonNegativeInt
 
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.core.files import read_document, reading, write_text
+from fulldepth.core.files import read_document, reading, sha256_of, write_text
 from fulldepth.core.progress import Watcher
 from fulldepth.data.columns import CUT_OFF, END
-from fulldepth.data.conversations import Message, document_start, encode_pair, encode_prompt, user_turn
+from fulldepth.data.conversations import document_start, encode_pair, encode_prompt, user_turn
 from fulldepth.data.mixture import Mixture
-from fulldepth.data.tokens import check_positions, decode_ids, plain_ids
+from fulldepth.data.tokens import check_positions, plain_ids
+from fulldepth.hf import end_tokens
 from fulldepth.settings import Settings
 from fulldepth.settings.search import HeldoutSettings
 from fulldepth.skip.plan import differences
 from fulldepth.skip.problem import read_data
-from fulldepth.skip.sampling import check_writes, continuations, end_tokens
+from fulldepth.skip.sampling import answered_pair, check_writes, continuations, split_end, written_text
 from fulldepth.subject import Subject
 
 Kind = Literal["chat", "text"]
@@ -58,7 +58,7 @@ class OwnTextNotes(Settings):
     """Rows written so far."""
     next: NonNegativeInt = 0
     """Number of the next row; rows that were left out have numbers, too."""
-    sha256: str = hashlib.sha256().hexdigest()
+    sha256: str = sha256_of("")
     """Digest of the lines of these rows."""
 
 
@@ -148,7 +148,7 @@ class OwnText:
                 f"A row of {length} tokens is too short for a text that the model writes, of at least {LEAST_TOKENS}. "
                 "Set a larger --sequence-length."
             )
-        ends = end_tokens(subject.model, tokenizer)
+        ends = set(end_tokens(subject.model, tokenizer))
         if kind == "chat":  # the user's turn may end with another token than the answer
             special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
             ends |= {*[token for token in plain_ids(tokenizer, user_turn(tokenizer).closing) if token in special][:1]}
@@ -193,7 +193,7 @@ class OwnText:
             with reading(path), path.open("a", encoding="utf-8") as file:
                 file.writelines(new)
             lines += new
-            digest = hashlib.sha256("".join(lines).encode()).hexdigest()
+            digest = sha256_of("".join(lines))
             notes = OwnTextNotes(asked=asked, rows=len(lines), next=numbers.stop, sha256=digest)
             write_text(folder / NOTES, json.dumps(notes.model_dump(), indent=2))
             watcher.advance(len(new))
@@ -212,8 +212,8 @@ class OwnText:
         written = self._continued([[start]] * len(numbers), [self.length - 1] * len(numbers), numbers, DOCUMENT)
         rows: list[dict[str, Any]] = []
         for number, ids in zip(numbers, written, strict=True):
-            body, _ = self._split(ids)
-            text = self._text(body)
+            body, _ = split_end(ids, self.ends)
+            text = written_text(self.subject.tokenizer, body)
             if len(body) >= LEAST_TOKENS and text.strip():
                 rows.append({"number": number, "text": text})
         return rows, sum(map(len, written))
@@ -236,7 +236,8 @@ class OwnText:
         mark = closing.strip().partition("\n")[0]
         prompts: dict[int, str] = {}
         for number, ids in zip(numbers, questions, strict=True):
-            text = self._text(self._split(ids)[0], skip_special_tokens=True)
+            body, _ = split_end(ids, self.ends)
+            text = written_text(tokenizer, body, skip_special_tokens=True)
             text = (text.partition(mark)[0] if mark else text).strip()
             if text:
                 prompts[number] = text
@@ -247,22 +248,14 @@ class OwnText:
         answers = self._continued([starts[n] for n in kept], [limits[n] for n in kept], kept, ANSWER)
         rows: list[dict[str, Any]] = []
         for number, ids in zip(kept, answers, strict=True):
-            body, end = self._split(ids)
-            row = self._answered(messages[number], body, end)
+            body, end = split_end(ids, self.ends)
+            row = answered_pair(tokenizer, messages[number], body, end)
             while row is not None and (excess := self._size(row) - self.length) > 0:
                 body = body[:-excess]
-                row = self._answered(messages[number], body, [])
+                row = answered_pair(tokenizer, messages[number], body, [])
             if row is not None:
                 rows.append({"number": number, **row})
         return rows, sum(map(len, [*questions, *answers]))
-
-    def _answered(self, prompt: list[Message], body: list[int], end: list[int]) -> dict[str, Any] | None:
-        """A conversation with `body` as the answer, cut off if `end` is empty; None for an answer without text."""
-        if not self._text(body, skip_special_tokens=True).strip():
-            return None
-        response = [{"role": "assistant", "content": self._text(body)}]
-        ending = {END: self._text(end)} if end else {}
-        return {"prompt": prompt, "response": response, CUT_OFF: not end, **ending}
 
     def _size(self, row: Mapping[str, Any]) -> int:
         """Tokens of a conversation when it is read: text can have more tokens than those it was written with."""
@@ -283,18 +276,6 @@ class OwnText:
             seeds=[(self.seed, number, part) for number in numbers],
             batch_size=self.batch_size,
             watcher=Watcher(),
-        )
-
-    def _split(self, ids: list[int]) -> tuple[list[int], list[int]]:
-        """The text and its end token, if it has one."""
-        return (ids[:-1], ids[-1:]) if ids and ids[-1] in self.ends else (ids, [])
-
-    def _text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return decode_ids(
-            self.subject.tokenizer,
-            ids,
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
         )
 
 
@@ -321,7 +302,7 @@ def _read_so_far(folder: Path, asked: dict[str, JsonValue]) -> tuple[OwnTextNote
     if path.exists():
         with reading(path), path.open(encoding="utf-8", newline="") as opened:
             lines = opened.readlines()[: notes.rows]  # a killed call may have left more
-    if hashlib.sha256("".join(lines).encode()).hexdigest() != notes.sha256:
+    if sha256_of("".join(lines)) != notes.sha256:
         state = "has changed since it was written" if path.exists() else "is missing"
         raise FulldepthError(f"{path} {state}. {again}")
     return notes, lines

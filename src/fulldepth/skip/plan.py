@@ -24,6 +24,7 @@ from fulldepth.hf import Anatomy
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import FACTORS, ROLES, Block, blocks_of, factor_names
 from fulldepth.settings import Settings, layer
+from fulldepth.settings.loading import Amount
 from fulldepth.settings.search import BlockName, Criterion, Granularity, Method
 
 FILE = "plan.json"
@@ -37,7 +38,6 @@ CRITERIA: tuple[str, ...] = get_args(Criterion)
 SEARCHES: tuple[str, ...] = get_args(Method)
 
 Hash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Loss = Amount
 Factor = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]
 """Within float32."""
@@ -194,6 +194,10 @@ class Plan(Settings):
         """
         return Plan.of({name: value for name, value in self.document().items() if name != FROM_0} | entries)
 
+    def of_weights(self, model: PreTrainedModel, **entries: Any) -> Plan:
+        """A copy for a model with other weights, whose hash it holds; `entries` as for `changed`."""
+        return self.changed(model={**self.document()["model"], "hash": model_hash(model)}, **entries)
+
     @property
     def picks(self) -> list[frozenset[Block]]:
         """The blocks of each removal, in order."""
@@ -275,6 +279,16 @@ class Plan(Settings):
             if name == "blocks":
                 document[FROM_0] = self.layers_from_0
         return document
+
+    def about(self, anatomy: Anatomy) -> dict[str, Any]:
+        """Return what `results.json` states of this plan for its model."""
+        document = self.document()
+        return {
+            "model": {**document["model"], "num_layers": anatomy.num_layers},
+            "data": self.data,
+            "plan": document,
+            "removed_modules": self.module_names(anatomy),
+        }
 
     def save(self, path: str | Path) -> Path:
         """Write the plan atomically; equal plans give equal bytes.

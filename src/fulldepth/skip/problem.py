@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from fulldepth.core.distributed import Processes
-from fulldepth.core.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError, first_reason
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples, read_examples
 from fulldepth.data.tokens import check_vocabulary, plain_ids
@@ -117,7 +117,7 @@ def open_for_search(
                 "the criterion scaled: scalars have no place there; use loss or kl": settings.criterion == SCALED,
                 "the search taylor: its gates are scalars, which have no place there": settings.search == "taylor",
             }
-            if reason := next((text for text, holds in refused.items() if holds), None):
+            if reason := first_reason(refused):
                 raise FulldepthError(
                     f"{subject.kind} can be searched, with removed branches set to zero "
                     f"({subject.anatomy.not_serial}), but not with {reason}."

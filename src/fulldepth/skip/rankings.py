@@ -13,7 +13,7 @@ from pydantic import Field, FiniteFloat
 from torch.nn import functional
 
 from fulldepth.core.errors import FulldepthError
-from fulldepth.execution import body_inputs, capture
+from fulldepth.execution import capture
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE, Scorer
 from fulldepth.hf import Block, Scalars, frozen
@@ -167,7 +167,7 @@ def influence(scorer: Scorer, chunk: Chunk, runs: Sequence[Sequence[Block]], *, 
     for batch in chunk:
         inputs = batch.to(scorer.device).inputs
         with capture(scorer.anatomy, sorted(sites)) as activations:
-            scorer.anatomy.body(**body_inputs(scorer.anatomy, inputs))
+            scorer.anatomy.run_body(inputs)
         for index, run in enumerate(runs):
             streams, ends = (activations[site] for site in SITES[run[0].part])
             before = streams[run[0].layer - 1]  # [B, T, D]

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError
-from fulldepth.core.files import read_document, write_text
+from fulldepth.core.files import read_document, sha256_of, sha256_of_file, write_text
 from fulldepth.core.progress import Watcher
-from fulldepth.data.conversations import CUT_OFF, END, Prompt, as_prompt, conversation_prompts, encode_prompt
+from fulldepth.data.conversations import Prompt, as_prompt, conversation_prompts, encode_prompt
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
-from fulldepth.data.tokens import decode_ids
+from fulldepth.hf import end_tokens, unused_positions
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.layers import SET, Applies
-from fulldepth.settings.loading import Length, Seed
+from fulldepth.settings.loading import Amount, Length, Seed
 from fulldepth.skip.plan import differences
-from fulldepth.skip.sampling import check_writes, continuations, end_tokens
+from fulldepth.skip.sampling import answered_pair, check_writes, continuations, split_end
 from fulldepth.subject import Subject
 
 FILE = "responses.jsonl"
@@ -37,7 +36,7 @@ class Sampling(Settings):
     options: ClassVar = {"Data": ("temperature", "max_new_tokens")}
     applies: ClassVar = (Applies(("temperature", "max_new_tokens"), {"generate_responses": SET}),)
 
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    temperature: Amount = 0.0
     """0 = greedy."""
     seed: Seed = 0
     max_new_tokens: Length = 256
@@ -129,6 +128,8 @@ def generate_responses(
     encoded = [encode_prompt(tokenizer, prompt, f"Prompt {i}") for i, prompt in enumerate(rendered, start=1)]
     longest = max(map(len, encoded))
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is not None:
+        positions -= unused_positions(model)
     for number, (prompt, ids) in enumerate(zip(rendered, encoded, strict=True), start=1):
         if not _has_text(prompt) or not ids:
             raise FulldepthError(f"Prompt {number} is empty. Leave it out, or give it text.")
@@ -137,7 +138,7 @@ def generate_responses(
                 f"Prompt {number} with {max_new_tokens} new tokens would be longer than the model's {positions} "
                 f"positions; the longest prompt has {longest} tokens. Lower max_new_tokens, or leave it out."
             )
-    ends = end_tokens(model, tokenizer)
+    ends = set(end_tokens(model, tokenizer))
     count = len(prompts)
     watcher.begin("Responses", count)
     answers = continuations(
@@ -169,19 +170,14 @@ def _responses(
     unfinished = 0
     tokens = 0
     for number, (prompt, ids) in enumerate(zip(prompts, answers, strict=False), start=1):
-        stop = next((i for i, token in enumerate(ids) if token in ends), None)
-        text, plain = (
-            decode_ids(tokenizer, ids[:stop], skip_special_tokens=skips, clean_up_tokenization_spaces=False)
-            for skips in (False, True)
-        )
-        if not plain.strip():
+        body, end = split_end(ids, ends)
+        pair = answered_pair(tokenizer, prompt, body, end)
+        if pair is None:
             empty.append(number)
             continue
-        unfinished += stop is None
-        tokens += len(ids[:stop])
-        response = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        end = {} if stop is None else {END: decode_ids(tokenizer, ids[stop : stop + 1], skip_special_tokens=False)}
-        pairs.append({"prompt": prompt, "response": response, CUT_OFF: stop is None, **end})
+        unfinished += not end
+        tokens += len(body)
+        pairs.append(pair)
     settings |= {"empty": empty, "unfinished": unfinished, "response_tokens": tokens}
     if not pairs:
         raise FulldepthError(f"The model gave an empty response to each of the {len(answers)} prompts.")
@@ -222,14 +218,14 @@ def respond(
             f"The prompts are in {data}, which the generated responses would replace. Choose another output folder."
         )
     prompts = read_prompts(data, subject.tokenizer, count, sampling.seed)
-    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    digest = sha256_of(json.dumps(prompts))
     asked = {"model": subject.hash, "prompts": f"sha256:{digest}", "count": count}
     asked |= sampling.model_dump(exclude={"batch_size"})
     if notes.exists() or responses.exists():
         try:
             stored = read_document(notes, ResponseNotes)
             wrong = differences(stored.asked, asked)
-            if responses.exists() and hashlib.sha256(responses.read_bytes()).hexdigest() != stored.sha256:
+            if responses.exists() and sha256_of_file(responses) != stored.sha256:
                 wrong = f"{responses} has changed since it was generated"
         except FulldepthError as error:
             wrong = str(error)
@@ -242,8 +238,8 @@ def respond(
             return dict(stored.made)
     generated = generate_responses(subject.model, subject.tokenizer, prompts, settings=sampling, watcher=watcher)
     text = "".join(json.dumps(pair) + "\n" for pair in generated.pairs)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    write_text(notes, json.dumps({"asked": asked, "made": generated.settings, "sha256": digest}, indent=2))
+    document = {"asked": asked, "made": generated.settings, "sha256": sha256_of(text)}
+    write_text(notes, json.dumps(document, indent=2))
     write_text(responses, text)
     return generated.settings
 

@@ -1,8 +1,11 @@
-"""`continuations`: samples what a model writes behind given tokens, in batches, each row with noise of its own."""
+"""`continuations`: samples what a model writes behind given tokens, in batches, each row with noise of its own.
+
+`split_end`, `written_text` and `answered_pair` make text and rows of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
+from fulldepth.data.columns import CUT_OFF, END
+from fulldepth.data.conversations import Prompt
+from fulldepth.data.tokens import decode_ids
 from fulldepth.hf import device_of, evaluating, plain_generation
 
 
@@ -28,13 +34,6 @@ def check_writes(model: PreTrainedModel, purpose: str) -> None:
     """
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise FulldepthError(f"{type(model).__name__} cannot {purpose}; give a causal language model.")
-
-
-def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """The tokens with which a model ends its text: those of its generation configuration and of the tokenizer."""
-    named = model.generation_config.eos_token_id if model.generation_config else None
-    listed = [named] if isinstance(named, int) else list(named or ())
-    return {token for token in (*listed, tokenizer.eos_token_id) if token is not None}
 
 
 def continuations(
@@ -95,6 +94,41 @@ def continuations(
                 written[row] = within[: stop + 1]
             watcher.advance(len(rows))
     return [written[row] for row in range(len(starts))]
+
+
+def split_end(ids: list[int], ends: Set[int]) -> tuple[list[int], list[int]]:
+    """Split a continuation into its text and its end token, which is absent (empty) if a limit ended the text."""
+    return (ids[:-1], ids[-1:]) if ids and ids[-1] in ends else (ids, [])
+
+
+def written_text(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    """Decode tokens that a model wrote; spaces are not cleaned up."""
+    return decode_ids(
+        tokenizer,
+        ids,
+        skip_special_tokens=skip_special_tokens,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def answered_pair(tokenizer: Any, prompt: Prompt, body: list[int], end: list[int]) -> dict[str, Any] | None:
+    """Make the row of a prompt and the model's answer, for `read_examples`.
+
+    Args:
+        tokenizer: the model's.
+        prompt: a text or messages; the answer takes the same form.
+        body: tokens of the answer.
+        end: the token that ended it; empty if the answer was cut off.
+
+    Returns:
+        The row; None for an answer without text.
+    """
+    if not written_text(tokenizer, body, skip_special_tokens=True).strip():
+        return None
+    text = written_text(tokenizer, body)
+    response = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+    ending = {END: written_text(tokenizer, end)} if end else {}
+    return {"prompt": prompt, "response": response, CUT_OFF: not end, **ending}
 
 
 class GumbelNoise(LogitsProcessor):

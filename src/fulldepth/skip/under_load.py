@@ -23,26 +23,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
-from fulldepth.core.thresholds import BUSY
 from fulldepth.core.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
 from fulldepth.data.examples import Examples, read_examples
-from fulldepth.execution.latency import OtherLoad, machine, order
+from fulldepth.execution.latency import OtherLoad, order
 from fulldepth.execution.llama_cpp import LlamaCpp
-from fulldepth.execution.serving import Load, Serves, check_vllm, in_llama_cpp, in_vllm
+from fulldepth.execution.serving import Serves, check_vllm, in_llama_cpp, in_vllm
 from fulldepth.hf import find_gguf, find_tokenizer, load_config, load_tokenizer, packaged, pick_device
-from fulldepth.results import Finding, Results, finite, provenance, stacked, tabulate, unique_names
+from fulldepth.results import Finding, Results, unique_names
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.exports.export import NOTES, read_notes
+from fulldepth.skip.timed import Cell, ComparedModel, TableRow, Timings, bench_document, with_fitting_contexts
 from fulldepth.subject import chosen_tokenizer
 
 P95 = 95
@@ -50,23 +50,13 @@ CAN_SERVE = "Served can be: .gguf files, by llama.cpp; folders of the formats fo
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ServedModel(ComparedModel):
     """A model that a server can load."""
 
-    label: str
-    source: str
-    """Path of the GGUF file, folder, or Hub name."""
-    llama: LlamaCpp | None
+    llama: LlamaCpp | None = None
     """The GGUF file; None for a model of vLLM."""
-    notes: dict[str, Any]
-    """Notes of an export; empty for other models."""
     config: Any = None
     """Configuration of a model of vLLM."""
-
-    @property
-    def program(self) -> str:
-        """`llama.cpp` or `vLLM`."""
-        return "vLLM" if self.llama is None else "llama.cpp"
 
     @property
     def vocab_size(self) -> int:
@@ -80,137 +70,100 @@ class ServedModel:
             return self.llama.header.entries.get("context_length")
         return getattr(self.config, "max_position_embeddings", None)
 
-
-class LoadCell(NamedTuple):
-    """One point of the grid."""
-
-    clients: int
-    context: int
-
-    def __str__(self) -> str:
-        return f"{self.clients} client{'s' * (self.clients > 1)}"
+    def about(self) -> dict[str, Any]:
+        """Name, class and depth of the model."""
+        if self.llama is not None:
+            header = self.llama.header
+            return {"name": self.name, "class": header.architecture, "num_layers": header.entries.get("block_count")}
+        return {
+            "name": self.name,
+            "class": getattr(self.config, "model_type", None),
+            "num_layers": getattr(self.config, "num_hidden_layers", None),
+        }
 
 
 @dataclass
-class LoadTimes:
-    """Measurements of all models."""
+class LoadTimes(Timings):
+    """Measurements of all models; `times` has the `Load` of each round by (label, cell)."""
 
-    models: Sequence[ServedModel]
-    new_tokens: int
-    rounds: dict[tuple[str, LoadCell], list[Load]] = field(default_factory=dict)
-    """(label, cell) -> the load of each round."""
-    other_load: dict[LoadCell, float] = field(default_factory=dict)
-    """Share of the processor that other programs used during the rounds."""
+    new_tokens: int = 0
+    """Tokens of every answer."""
 
-    def baseline(self, model: ServedModel) -> ServedModel:
-        """The model that a model is compared with; itself, if it is the first of its program."""
-        return next(other for other in self.models if other.program == model.program)
-
-    def rates(self, label: str, cell: LoadCell) -> list[float]:
+    def rates(self, label: str, cell: Cell) -> list[float]:
         """New tokens per second in each round."""
-        return [len(load.first_tokens) * self.new_tokens / load.seconds for load in self.rounds[label, cell]]
+        return [len(load.first_tokens) * self.new_tokens / load.seconds for load in self.times[label, cell]]
 
-    def rate_ratio(self, label: str, other: str, cell: LoadCell) -> Ratio:
+    def rate_ratio(self, label: str, other: str, cell: Cell) -> Ratio:
         """Rate of a model over that of another one."""
-        seconds = [[load.seconds for load in self.rounds[name, cell]] for name in (other, label)]
+        seconds = [[load.seconds for load in self.times[name, cell]] for name in (other, label)]
         return median_ratio(*seconds)
 
-    def first_token_ratio(self, label: str, other: str, cell: LoadCell) -> Ratio:
+    def first_token_ratio(self, label: str, other: str, cell: Cell) -> Ratio:
         """Time to the first token of a model over that of another one."""
         return median_ratio(
-            *([median(load.first_tokens) for load in self.rounds[name, cell]] for name in (label, other))
+            *([median(load.first_tokens) for load in self.times[name, cell]] for name in (label, other))
         )
 
-    def busy(self, *cells: LoadCell) -> Finding | None:
-        """The finding in place of comparisons, if other programs used more than `BUSY` of the processor."""
-        other = max(self.other_load[cell] for cell in cells or self.other_load)
-        if other <= BUSY:
-            return None
-        text = f"Not compared: other programs used {100 * other:.0f} % of the processor. Run again on a quiet machine."
-        return Finding(None, "1", text)
+    def ratios(self, label: str, *cells: Cell) -> Iterator[tuple[str, str, Ratio]]:
+        """Ratios over the baseline's in one cell."""
+        (cell,) = cells
+        base = self.baseline(label)
+        yield "rate_ratio", "server", self.rate_ratio(label, base, cell)
+        yield "first_token_ratio", "server", self.first_token_ratio(label, base, cell)
 
-    def rows(self, model: ServedModel, cell: LoadCell) -> Iterator[tuple[Any, ...]]:
-        """Rows of a model in a cell."""
-        rates = self.rates(model.label, cell)
-        first_tokens = [seconds for load in self.rounds[model.label, cell] for seconds in load.first_tokens]
+    def measured_rows(self, label: str, cell: Cell) -> Iterator[TableRow]:
+        """Rows of a model's rate and times to the first token in a cell."""
+        rates = self.rates(label, cell)
+        first_tokens = [seconds for load in self.times[label, cell] for seconds in load.first_tokens]
         yield "output_rate", "server", None, None, "median", median(rates), len(rates), "tokens/s"
         for statistic, value in (("median", median(first_tokens)), ("p95", np.percentile(first_tokens, P95))):
             yield "first_token_time", "server", None, None, statistic, float(value), len(first_tokens), "s"
-        base = self.baseline(model)
-        if model is base or self.busy(cell) is not None:
-            return
-        for name, ratio in (("rate_ratio", self.rate_ratio), ("first_token_ratio", self.first_token_ratio)):
-            for statistic, value in zip(("median", "low", "high"), ratio(model.label, base.label, cell), strict=True):
-                if math.isfinite(value):
-                    yield name, "server", None, None, statistic, value, len(rates), "1"
-
-    def table(self) -> Any:
-        """The rows of all models, with the columns `model`, `batch` and `context`."""
-        tables = []
-        for model in self.models:
-            if model.llama is not None:
-                sizes = {
-                    "parameter_bytes": model.llama.parameter_bytes,
-                    "kv_bytes_per_token": model.llama.kv_bytes_per_token,
-                }
-                bytes_of = [(name, "model", None, None, "value", size, None, "bytes") for name, size in sizes.items()]
-                tables.append(tabulate(bytes_of, model=model.label, batch=None, context=None))
-            for cell, other in self.other_load.items():
-                rows = [*self.rows(model, cell)]
-                if model is self.models[0]:
-                    rows.append(("other_load", "model", None, None, "value", other, None, "1"))
-                tables.append(tabulate(rows, model=model.label, batch=cell.clients, context=cell.context))
-        return stacked(tables, model="str", batch="Int64", context="Int64")
 
     def headline(self) -> Iterator[tuple[str, Finding]]:
         """Findings by name: which model answers with most tokens per second, then the ratios of each export."""
         if (not_compared := self.busy()) is not None:
             yield "times", not_compared
             return
-        for program in dict.fromkeys(model.program for model in self.models):
+        for program in dict.fromkeys(self.programs.values()):
             yield from self._most(program)
-        for model in self.models:
-            base = self.baseline(model)
-            if model is base:
+        for label in self.programs:
+            base = self.baseline(label)
+            if label == base:
                 continue
             for name, what, ratio in (
-                ("rate_ratio", "tokens per second", self.rate_ratio),
-                ("first_token_ratio", "time to the first token", self.first_token_ratio),
+                ("rate_ratio", "tokens per second over those of", self.rate_ratio),
+                ("first_token_ratio", "time to the first token over that of", self.first_token_ratio),
             ):
-                ratios = {cell: ratio(model.label, base.label, cell) for cell in self.other_load}
+                ratios = {cell: ratio(label, base, cell) for cell in self.other_load}
                 texts = [f"{self._where(cell)} {_in_words(ratio)}" for cell, ratio in ratios.items()]
-                sentence = f"{model.label}, {what} over those of {base.label}: {'; '.join(texts)}."
-                if what.startswith("time"):
-                    sentence = sentence.replace("over those of", "over that of")
-                yield f"{name} {model.label}", Finding(ratios[max(ratios)].value, "1", sentence)
+                sentence = f"{label}, {what} {base}: {'; '.join(texts)}."
+                yield f"{name} {label}", Finding(ratios[max(ratios)].value, "1", sentence)
 
     def _most(self, program: str) -> Iterator[tuple[str, Finding]]:
         """Which of several exports gives most tokens per second in each cell, if that is measurable."""
-        exports = [model for model in self.models if model.program == program and model is not self.baseline(model)]
+        _, *exports = (label for label, other in self.programs.items() if other == program)
         if len(exports) < 2:
             return
-        rounds = len(next(iter(self.rounds.values())))
-        if rounds < FEWEST_ROUNDS:
-            few = f"Not told: {rounds} rounds are too few to compare exports in {program} ({FEWEST_ROUNDS} are needed)."
-            yield f"most_tokens {program}", Finding(None, "1", few)
+        if self.rounds < FEWEST_ROUNDS:
+            few = f"{self.rounds} rounds are too few to compare exports in {program} ({FEWEST_ROUNDS} are needed)."
+            yield f"most_tokens {program}", Finding(None, "1", f"Not told: {few}")
             return
         texts = []
         for cell in self.other_load:
-            best, *others = sorted(exports, key=lambda model: -median(self.rates(model.label, cell)))
-            ahead = [self.rate_ratio(best.label, other.label, cell) for other in others]
+            best, *others = sorted(exports, key=lambda label: -median(self.rates(label, cell)))
+            ahead = [self.rate_ratio(best, other, cell) for other in others]
             if all(ratio.low > 1 for ratio in ahead):
-                texts.append(f"{self._where(cell)} {best.label}, {_in_words(ahead[0])} times {others[0].label}")
+                texts.append(f"{self._where(cell)} {best}, {_in_words(ahead[0])} times {others[0]}")
             else:
-                level = [other.label for other, ratio in zip(others, ahead, strict=True) if not ratio.low > 1]
-                texts.append(
-                    f"{self._where(cell)} no measurable difference between {best.label} and {', '.join(level)}"
-                )
+                level = [other for other, ratio in zip(others, ahead, strict=True) if not ratio.low > 1]
+                texts.append(f"{self._where(cell)} no measurable difference between {best} and {', '.join(level)}")
         yield f"most_tokens {program}", Finding(None, "1", f"Most tokens per second in {program}: {'; '.join(texts)}.")
 
-    def _where(self, cell: LoadCell) -> str:
+    def _where(self, cell: Cell) -> str:
         """`at 8 clients`, with the length of the prompt if there are several."""
         several = len({other.context for other in self.other_load}) > 1
-        return f"at {cell}" + f" and {cell.context} tokens" * several
+        clients = f"{cell.batch} client{'s' * (cell.batch > 1)}"
+        return f"at {clients}" + f" and {cell.context} tokens" * several
 
 
 def _in_words(ratio: Ratio) -> str:
@@ -245,25 +198,30 @@ def bench_under_load(
         FulldepthError: if a model cannot be served, models have different vocabularies, prompts with new tokens exceed
             their positions, or no row of the data is long enough.
     """
-    assert settings.concurrency
     models = _opened([original, *exports], settings)
-    contexts = list(settings.contexts)
     limit = min((model.positions for model in models if model.positions), default=None)
-    if limit is not None:
-        if "contexts" not in settings.model_fields_set:
-            contexts = list(
-                dict.fromkeys(min(context, max(1, limit - settings.max_new_tokens)) for context in contexts)
-            )
-        if max(contexts) + settings.max_new_tokens > limit:
-            raise FulldepthError(
-                f"A context of {max(contexts)} tokens and {settings.max_new_tokens} new ones exceed the {limit} "
-                "positions of the models. Use a shorter context or fewer new tokens."
-            )
+    settings = with_fitting_contexts(settings, limit)
+    longest = max(settings.contexts)
+    if limit is not None and longest + settings.max_new_tokens > limit:
+        raise FulldepthError(
+            f"A context of {longest} tokens and {settings.max_new_tokens} new ones exceed the {limit} positions of the "
+            "models. Use a shorter context or fewer new tokens."
+        )
+    assert settings.concurrency
     slots = max(settings.concurrency)
-    positions = max(contexts) + settings.max_new_tokens + 1
-    prompts, about = _prompts(models[0], max(contexts), slots * settings.requests, settings, data, heldout, tokenizer)
-    measured = LoadTimes(models, settings.max_new_tokens)
-    cells = [LoadCell(clients, context) for context in contexts for clients in sorted(set(settings.concurrency))]
+    positions = longest + settings.max_new_tokens + 1
+    prompts, about = _prompts(models[0], longest, slots * settings.requests, settings, data, heldout, tokenizer)
+    sizes = {
+        model.label: {
+            "parameter_bytes": model.llama.parameter_bytes,
+            "kv_bytes_per_token": model.llama.kv_bytes_per_token,
+        }
+        for model in models
+        if model.llama is not None
+    }
+    measured = LoadTimes({model.label: model.program for model in models}, sizes, new_tokens=settings.max_new_tokens)
+    clients = sorted(set(settings.concurrency))
+    cells = [Cell(count, context) for context in settings.contexts for count in clients]
     device = pick_device(settings.device)
     with ExitStack() as stack:
         served: list[Serves] = []
@@ -272,7 +230,7 @@ def bench_under_load(
                 served.append(stack.enter_context(in_llama_cpp(model.llama, slots, positions, device)))
             else:
                 engine = in_vllm(
-                    model.source,
+                    model.name,
                     slots=slots,
                     positions=positions,
                     models=len(models),
@@ -284,16 +242,16 @@ def bench_under_load(
                 served.append(stack.enter_context(engine))
         watcher.begin("Benchmark under load", len(cells) * len(models) * (settings.repeats + settings.warmup))
         for cell in cells:
-            texts = [prompt[: cell.context] for prompt in prompts[: cell.clients * settings.requests]]
+            texts = [prompt[: cell.context] for prompt in prompts[: cell.batch * settings.requests]]
             load = OtherLoad()
             for number in range(-settings.warmup, settings.repeats):
                 for index in order(len(models), number, settings.seed):
-                    result = served[index].serve(texts, settings.max_new_tokens, cell.clients)
+                    result = served[index].serve(texts, settings.max_new_tokens, cell.batch)
                     if number >= 0:
-                        measured.rounds.setdefault((models[index].label, cell), []).append(result)
+                        measured.times.setdefault((models[index].label, cell), []).append(result)
                     watcher.advance(1)
             measured.other_load[cell] = load.share()
-    return Results(measured.table(), _document(measured, settings, about, device))
+    return Results(measured.table(), _document(models, measured, settings, about, device))
 
 
 def _opened(sources: Sequence[Any], settings: BenchSettings) -> list[ServedModel]:
@@ -305,19 +263,20 @@ def _opened(sources: Sequence[Any], settings: BenchSettings) -> list[ServedModel
     if loaded := [source for source in sources if isinstance(source, PreTrainedModel)]:
         raise FulldepthError(f"A loaded {type(loaded[0]).__name__} cannot be served; name its folder. {CAN_SERVE}")
     labels = unique_names([Path(str(source)) for source in sources])
-    models = []
+    models: list[ServedModel] = []
     for label, source in zip(labels, sources, strict=True):
         name = packaged(str(source))
         file = find_gguf(name)
         if file is not None:
-            models.append(ServedModel(label, str(file), LlamaCpp(file), {}))
+            models.append(ServedModel(label, str(file), "llama.cpp", {}, not models, LlamaCpp(file)))
             continue
         notes = read_notes(Path(name)) if (Path(name) / NOTES).is_file() else {}
         if notes.get("format") == "fast":
             raise FulldepthError(f"vLLM has no class for {name}, an export of the format fast. {CAN_SERVE}")
         check_vllm(name)
         whole = load_config(name, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
-        models.append(ServedModel(label, name, None, notes, whole.get_text_config(decoder=True)))
+        config = whole.get_text_config(decoder=True)
+        models.append(ServedModel(label, name, "vLLM", notes, not models, config=config))
     first = models[0]
     for model in models[1:]:
         if model.vocab_size != first.vocab_size:
@@ -356,7 +315,7 @@ def _read(model: ServedModel, settings: BenchSettings, data: Any, heldout: Any, 
     """The data, read by the tokenizer of a model."""
     tokenizer = chosen_tokenizer(settings, tokenizer)
     revision = settings.revision if tokenizer is None else None
-    tokenizer = find_tokenizer(model.source) if tokenizer is None else tokenizer
+    tokenizer = find_tokenizer(model.name) if tokenizer is None else tokenizer
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, revision=revision, trust_remote_code=settings.trust_remote_code)
     return read_examples(
@@ -371,44 +330,20 @@ def _read(model: ServedModel, settings: BenchSettings, data: Any, heldout: Any, 
     )
 
 
-def _document(measured: LoadTimes, settings: BenchSettings, data: dict[str, Any] | None, device: Any) -> dict[str, Any]:
+def _document(
+    models: Sequence[ServedModel],
+    measured: LoadTimes,
+    settings: BenchSettings,
+    data: dict[str, Any] | None,
+    device: Any,
+) -> dict[str, Any]:
     """The entries of `results.json`."""
-    models = measured.models
-    entries = []
-    warnings = []
-    for model in models:
-        plan = model.notes.get("plan") or {}
-        described: dict[str, Any] = {"name": model.source, "class": getattr(model.config, "model_type", None)}
-        if model.llama is not None:
-            described["class"] = model.llama.header.architecture
-            described["num_layers"] = model.llama.header.entries.get("block_count")
-        else:
-            described["num_layers"] = getattr(model.config, "num_hidden_layers", None)
-        entries.append(
-            {
-                "label": model.label,
-                "program": model.program,
-                "baseline": model is models[0],
-                "model": described,
-                "format": model.notes.get("format"),
-                **{name: plan.get(name) for name in ("granularity", "blocks", "losses", "healed_loss")},
-            }
-        )
-        base = measured.baseline(model)
-        if model is base and model is not models[0]:
-            warnings.append(
-                f"{models[0].label} is served by {models[0].program}: models in {model.program} are compared with "
-                f"{model.label}, the first one there."
-            )
-        if model.notes.get("format") == "folded":
-            warnings.append(f"{model.label} (format folded) computes its removed blocks, so no time is saved.")
-    document = {
-        **provenance("bench", settings.model_dump(), seed=settings.seed, machine=machine(device)),
-        "baseline": models[0].label,
-        "model": entries[0]["model"],
-        "models": entries,
-        "data": data,
-        "warnings": [*warnings, *(data or {}).get("warnings", [])],
-        "headline": dict(measured.headline()),
-    }
-    return dict(finite(document))
+    original = models[0]
+    warnings = [
+        f"{original.label} is served by {original.program}: models in {model.program} are compared with "
+        f"{model.label}, the first one there."
+        for model in models
+        if not model.original and measured.baseline(model.label) == model.label
+    ]
+    described = [(model, model.about()) for model in models]
+    return bench_document(described, settings, device, data, warnings, measured.headline())

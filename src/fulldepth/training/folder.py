@@ -54,6 +54,7 @@ from fulldepth.losses import per_batch_terms
 from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
 from fulldepth.settings import Settings, layer, read
 from fulldepth.settings.keywords import with_progress
+from fulldepth.settings.loading import Amount
 from fulldepth.settings.train import MAY_DIFFER, SETTINGS, TrainSettings
 from fulldepth.training.lora import ADAPTERS
 from fulldepth.training.model import TOKEN_IDS
@@ -96,7 +97,7 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 class RunNotes(Settings):
     """State of a run that is stored in the seal of a checkpoint."""
 
-    elapsed: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    elapsed: Amount = 0.0
     """Seconds of training so far."""
     tally: dict[str, Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]] = Field(default_factory=dict)
     """Part of the loss -> sum and count since the last evaluation."""

@@ -483,7 +483,7 @@ def _keep_removed(model: PreTrainedModel, checkpoint: str) -> None:
     if not isinstance(document, dict) or document.get("format") != "folded":
         return
     anatomy = find_anatomy(model)
-    branches = product(range(1, anatomy.num_layers + 1), ROLES)
+    branches = product(anatomy.layers, ROLES)
     for weights in find_output_weights(anatomy, branches, sample_inputs(anatomy)["input_ids"]).values():
         parameters = [weights.branch.get_parameter(name) for name in weights.names]
         if all((parameter == -weights.offset).all() for parameter in parameters):

@@ -53,7 +53,6 @@ from fulldepth.hf.checkpoint_folder import (
     trial,
 )
 from fulldepth.hf.gguf import load_gguf_config, load_gguf_model, read_header
-from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.publishing import loading_code
 from fulldepth.hf.scalars import factor_names
 from fulldepth.hf.stream_scale import EXPORT_NOTES
@@ -206,8 +205,8 @@ def _plan_of_few_layers(plan: Plan, copy: Anatomy) -> Plan:
         attention = max({*copy.layers_with("attention")} - {mlp}) if plan.lacking("attention") else 0
         blocks = [f"{part} {layer}" for part, layer in (("attention", attention), ("mlp", mlp)) if layer]
     document = plan.document()
-    bare = plan.changed(
-        model=document["model"] | {"hash": model_hash(copy.model)},
+    bare = plan.of_weights(
+        copy.model,
         granularity="any",
         blocks=blocks,
         losses=plan.losses[:1] * (len(blocks) + 1),
@@ -215,7 +214,7 @@ def _plan_of_few_layers(plan: Plan, copy: Anatomy) -> Plan:
     )
     if not plan.scalars:
         return bare
-    names = {str(layer): factor_names(bare.removed, layer) for layer in range(1, copy.num_layers + 1)}
+    names = {str(layer): factor_names(bare.removed, layer) for layer in copy.layers}
     scalars = {
         layer: {name: document["scalars"].get(layer, {}).get(name, 1.0) for name in factors}
         for layer, factors in names.items()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from fulldepth.core.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError, first_reason
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.stream import relative_error
 from fulldepth.hf import (
@@ -39,7 +39,7 @@ from fulldepth.hf import (
     is_offloaded,
     scale_obstacle,
 )
-from fulldepth.hf.modes import state_in, with_state
+from fulldepth.hf.modes import hooked, state_in, with_state
 from fulldepth.hf.scalars import FACTORS, Scalars
 from fulldepth.hf.stream_scale import stream_scale, write_stream_scale
 from fulldepth.hf.surgery import skipping
@@ -183,7 +183,7 @@ def check_foldable(anatomy: Anatomy, plan: Plan) -> None:
         "its norms come after the sums, so nothing takes a factor out of the stream": anatomy.family.design == "post",
         "it has no final norm to take the last factor out": anatomy.final_norm is None,
     }
-    reason = anatomy.not_serial or next((text for text, applies in reasons.items() if applies), None)
+    reason = anatomy.not_serial or first_reason(reasons)
     if reason := reason or scale_obstacle(anatomy, probes(anatomy)):
         raise FulldepthError(
             f"The scalars of a {type(anatomy.model).__name__} cannot be folded into its weights: {reason}. A plan "
@@ -348,7 +348,5 @@ def rounding_error(
         change = torch.empty(state.shape).uniform_(-unit, unit, generator=generator).to(state.device)
         return with_state(output, (state.float() * (1 + change)).to(state.dtype))
 
-    with ExitStack() as hooks:
-        for block in anatomy.blocks:
-            hooks.callback(block.register_forward_hook(reround).remove)
+    with hooked(block.register_forward_hook(reround) for block in anatomy.blocks):
         return relative_error(scaled_logits(anatomy, plan, ids), expected)

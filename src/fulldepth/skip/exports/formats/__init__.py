@@ -92,7 +92,7 @@ def export_obstacle(model: PreTrainedModel, granularity: str) -> str | None:
     except FulldepthError as error:
         return f"No plan of this model can be exported. {error}"
     middle = (anatomy.num_layers + 1) // 2
-    remaining = [layer for layer in range(1, anatomy.num_layers + 1) if layer != middle]
+    remaining = [layer for layer in anatomy.layers if layer != middle]
     obstacles = []
     if granularity == "layer":
         try:

@@ -79,11 +79,6 @@ class Draft:
         """c_0..c_L of the folded model's states."""
         return self.folding.state_scale(self.anatomy)
 
-    @property
-    def blocks_name(self) -> str:
-        """Path of the list of blocks from the model, as in the names of weights."""
-        return next(name for name, module in self.model.named_modules() if module is self.anatomy.block_list)
-
 
 def carries_code(model: PreTrainedModel) -> bool:
     """Return True if a model has active switches, which no stock class computes, so that checkpoints carry its code."""

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
-from fulldepth.core.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError, first_reason
 from fulldepth.hf.stream_scale import write_stream_scale
 from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
 from fulldepth.skip.exports.formats.format import Format
@@ -77,7 +77,7 @@ class DeciLM(Format):
             in (getattr(config, "layer_types", None) or ()),
             f"its rotary positions are of type {rope!r}": rope not in ("default", "linear", "llama3"),
         }
-        if reason := next((text for text, applies in reasons.items() if applies), None):
+        if reason := first_reason(reasons):
             raise FulldepthError(f"The decilm layout cannot hold this model: {reason}. Use --format fast or folded.")
 
     def write(self, draft: Draft) -> list[str]:

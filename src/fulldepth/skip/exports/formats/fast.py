@@ -70,7 +70,7 @@ class Fast(Format):
         )
         with torch.device("meta"):
             own_names = kind(config).state_dict().keys()
-        skipped = tuple(f"{draft.blocks_name}.{layer - 1}." for layer in {*attention, *mlp})
+        skipped = tuple(f"{draft.anatomy.blocks_path}.{layer - 1}." for layer in {*attention, *mlp})
         state = draft.weights()
         weights = {name: weight for name, weight in state.items() if name in own_names or not name.startswith(skipped)}
         save(draft, kind, config, weights)

@@ -170,11 +170,11 @@ class Layer(Format):
         write_stream_scale(config, [scale[layer] for layer in (0, *remaining_layers)])
         weights = {}
         for name, weight in draft.weights().items():
-            if name.startswith(f"{draft.blocks_name}."):
-                number, _, own_name = name.removeprefix(f"{draft.blocks_name}.").partition(".")
+            if name.startswith(f"{draft.anatomy.blocks_path}."):
+                number, _, own_name = name.removeprefix(f"{draft.anatomy.blocks_path}.").partition(".")
                 if int(number) + 1 not in remaining_layers:
                     continue
-                name = f"{draft.blocks_name}.{remaining_layers.index(int(number) + 1)}.{own_name}"
+                name = f"{draft.anatomy.blocks_path}.{remaining_layers.index(int(number) + 1)}.{own_name}"
             weights[name] = weight
         save(draft, type(draft.model), config, weights)
         lists = f" Cut to them: {', '.join(changed)}." if changed else ""
@@ -219,4 +219,4 @@ def period_of(kinds: Sequence[Any]) -> int:
 
 def remaining(plan: Plan, anatomy: Anatomy) -> list[int]:
     """The 1-based layers that a plan of whole layers leaves."""
-    return [layer for layer in range(1, anatomy.num_layers + 1) if layer not in plan.lacking("mlp")]
+    return [layer for layer in anatomy.layers if layer not in plan.lacking("mlp")]
