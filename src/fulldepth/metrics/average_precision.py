@@ -15,8 +15,8 @@ from torch import Tensor
 from fulldepth.core.distributed import current
 from fulldepth.core.errors import needing
 from fulldepth.core.uncertainty import FEWEST_CLUSTERS
-from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
-from fulldepth.metrics.standard_errors import influence_of_estimate, standard_error
+from fulldepth.metrics.base import Estimated, Observation, Setup
+from fulldepth.metrics.standard_errors import Estimate, EstimateArray, influence_of_estimate
 
 Target = Mapping[str, Tensor]
 """Objects of one image: `class_labels` [n], `boxes` [n, 4] and perhaps `crowd` [n] bool."""
@@ -114,7 +114,7 @@ def _pycocotools() -> tuple[Any, Any]:
     return coco, cocoeval
 
 
-class AveragePrecision(Measure):
+class AveragePrecision(Estimated):
     """Average precision of layers 1..L with its standard error (jackknife over groups of images).
 
     A layer is read by the model's final norm, class head and box head, or by its exit head in a multi-exit model.
@@ -146,45 +146,31 @@ class AveragePrecision(Measure):
             boxes = detections.boxes[:, row].detach().cpu()  # [L, Q, 4]
             self.images[sequence] = logits, boxes, {name: value.cpu() for name, value in target.items()}
 
-    def compute(self) -> tuple[Tensor, Tensor, int]:
-        """[L, 3] the average precisions over all processes, `[G, L, 3]` influences on them (G = 0 for fewer than three
-        groups), and the number of objects.
-        """
+    def compute(self) -> list[Estimate]:
+        """The average precisions of each layer 1..L over all processes; none without objects."""
         images = {index: image for part in current().gather(self.images) for index, image in part.items()}
         ordered = sorted(images)
+        logits, boxes, targets = zip(*(images[index] for index in ordered), strict=True) if images else ((), (), ())
+        count = sum(int((~target["crowd"]).sum()) if "crowd" in target else len(target["boxes"]) for target in targets)
+        if not count:
+            return []
         groups = self.setup.groups
         group_of = self.setup.group_of[ordered].tolist()
         members = [{place for place, number in enumerate(group_of) if number == group} for group in range(groups)]
-        logits, boxes, targets = zip(*(images[index] for index in ordered), strict=True) if images else ((), (), ())
+        layers = range(self.setup.num_layers)
         values = []
         without = []
-        for layer in range(self.setup.num_layers):
+        for layer in layers:
             matches = matched([image[layer] for image in logits], [image[layer] for image in boxes], targets)
             values.append(precisions(matches))
             if groups >= FEWEST_CLUSTERS:
                 without.append([precisions(matches, left_out) for left_out in members])
-        influences = influence_of_estimate(torch.tensor(without).transpose(0, 1)) if without else torch.zeros(0)
-        count = sum(int((~target["crowd"]).sum()) if "crowd" in target else len(target["boxes"]) for target in targets)
-        return torch.tensor(values, dtype=torch.float64), influences, count
-
-    def influences(self) -> list[Influence]:
-        """Influences on the three numbers of each layer 1..L."""
-        _, values, count = self.compute()
-        layers = enumerate(values.unbind(1), start=1) if count and len(values) else ()  # [G, 3] each
+        precision = torch.tensor(values, dtype=torch.float64)  # [L, 3]
+        unknown = torch.full((1, *precision.shape), torch.nan)
+        influences = influence_of_estimate(torch.tensor(without).transpose(0, 1)) if without else unknown
+        numbers = EstimateArray.of(precision, torch.tensor(count), influences)
         return [
-            self.influence(name, column, layer)
-            for layer, columns in layers
-            for name, column in zip(self.statistics, columns.T, strict=True)
+            numbers.at((layer, column), name, layer + 1)
+            for layer in layers
+            for column, name in enumerate(self.statistics)
         ]
-
-    def rows(self) -> list[Row]:
-        """Three rows for each layer 1..L, and three for their errors if they are known; none without objects."""
-        values, influences, count = self.compute()
-        errors = standard_error(influences) if len(influences) else torch.full_like(values, torch.nan)
-        rows = []
-        for layer in range(self.setup.num_layers if count else 0):
-            numbers: dict[str, float] = {}
-            for name, value, error in zip(self.statistics, values[layer].tolist(), errors[layer].tolist(), strict=True):
-                numbers |= {name: value, f"standard_error_of_{name}": error}
-            rows += self.rows_of(numbers, count, layer + 1)
-        return rows

@@ -21,7 +21,7 @@ from torch.nn.functional import one_hot
 from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import deal
 from fulldepth.metrics.reservoir import CPU, Accumulator, Reservoir
-from fulldepth.metrics.standard_errors import influence_of_ratio, standard_error
+from fulldepth.metrics.standard_errors import Estimate, influence_of_ratio, standard_error
 
 NO_FIRST = ":no-first"
 """Suffix of statistics that exclude the first token of each sequence."""
@@ -389,11 +389,10 @@ class Measure(Accumulator):
         statistic: str,
         values: Tensor,
         layer: int | None = None,
-        other: int | None = None,
         site: str = "residual",
     ) -> Influence:
         """Make the entry for the influences `[G]` on one number of this measure."""
-        return Influence(self.name, site, layer, other, statistic, values.tolist())
+        return Influence(self.name, site, layer, None, statistic, values.tolist())
 
     def row(
         self,
@@ -409,11 +408,16 @@ class Measure(Accumulator):
         return Row(self.name, site, layer, other, statistic, float(value), int(count), unit)
 
     def rows_of(
-        self, statistics: Mapping[str, float], count: float, layer: int | None = None, site: str = "residual"
+        self,
+        statistics: Mapping[str, float],
+        count: float,
+        layer: int | None = None,
+        other: int | None = None,
+        site: str = "residual",
     ) -> list[Row]:
         """Make one row per statistic, except for standard errors that are NaN."""
         return [
-            self.row(statistic, value, count, layer, site=site)
+            self.row(statistic, value, count, layer, other, site)
             for statistic, value in statistics.items()
             if not (statistic.startswith("standard_error") and math.isnan(value))
         ]
@@ -439,6 +443,33 @@ class OfLayers(Measure):
         """One row for each layer 0..L."""
         values, count = self.compute()
         return [self.row("value", value, count, layer) for layer, value in enumerate(values)]
+
+
+class Estimated(Measure):
+    """Base class of measures that compute each number with its standard error and influences."""
+
+    @abstractmethod
+    def compute(self) -> list[Estimate]:
+        """Return the numbers over all processes, in the order of their rows."""
+
+    def influences(self) -> list[Influence]:
+        """Return the influences on every number that has them."""
+        return [
+            Influence(self.name, number.site, number.layer, number.other, number.statistic, number.influences)
+            for number in self.compute()
+            if number.influences is not None and any(map(math.isfinite, number.influences))
+        ]
+
+    def rows(self) -> list[Row]:
+        """A row for every number, and one for its standard error if that is known."""
+        rows = []
+        for number in self.compute():
+            error_name = f"standard_error_of_{number.statistic}"
+            statistics = {number.statistic: number.value}
+            if not math.isnan(number.error):
+                statistics[error_name if error_name in self.units else "standard_error"] = number.error
+            rows += self.rows_of(statistics, number.count, number.layer, number.other, number.site)
+        return rows
 
 
 class Means(Measure):
@@ -501,6 +532,6 @@ class Means(Measure):
                 {place.named(name): float(value[place.at]) for name, value in values.items()},
                 int(counts[place.at]),
                 place.layer,
-                place.site,
+                site=place.site,
             )
         ]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fulldepth.core.thresholds import LARGE_JUMP
 from fulldepth.core.uncertainty import SIGNIFICANT, quantile
-from fulldepth.metrics.base import Influence, Means, Observation, Row, Setup, angular
-from fulldepth.metrics.standard_errors import influence_of_ratio, standard_error
+from fulldepth.metrics.base import Estimated, Observation, Setup, angular
+from fulldepth.metrics.standard_errors import Estimate, EstimateArray, influence_of_ratio, standard_error
 
 
 def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
@@ -62,7 +62,7 @@ def describe_jump(value: float, error: float = 0.0) -> str:
     return f"The last layer's displacement exceeds that of the one before by {growth(value, error)}."
 
 
-class JumpRate(Means):
+class JumpRate(Estimated):
     """zeta_l for every layer l = 2..L, from the mean displacements of the residual stream, with its standard error.
 
     The error is that of the sum over the differences whose 95 % interval (Student's t) reaches above 0. A jackknife of
@@ -71,9 +71,13 @@ class JumpRate(Means):
 
     name = "jump_rate"
     units = dict.fromkeys(("value", "standard_error"), "%")
+    sums: Tensor
+    counts: Tensor
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup, setup.num_layers)
+        super().__init__(setup)
+        self.add_grouped("sums", setup.num_layers)
+        self.add_grouped("counts", setup.num_layers)
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
@@ -83,29 +87,19 @@ class JumpRate(Means):
         self.sums += (member.T @ psi.where(valid, 0.0)).to(self.sums.device)
         self.counts += (member.T @ valid.double()).to(self.counts)
 
-    def compute(self) -> tuple[list[float], list[float], int]:  # type: ignore[override]
-        """zeta_2..zeta_L, their standard errors, and the number of tokens."""
-        psi = self.sums.sum(0) / self.counts.sum(0)
-        rates = [jump_rate(psi, layer) for layer in range(2, len(psi) + 1)]
-        return rates, standard_error(self._influence()).tolist(), int(self.counts.sum(0).min())
+    def compute(self) -> list[Estimate]:
+        """zeta_2..zeta_L."""
+        counts = self.counts.sum(0)
+        psi = self.sums.sum(0) / counts
+        layers = range(2, len(psi) + 1)
+        values = torch.tensor([jump_rate(psi, layer) for layer in layers], dtype=torch.float64)
+        rates = EstimateArray.of(values, counts.min(), self._influence(psi))
+        return [rates.at((layer - 2,), "value", layer) for layer in layers]
 
-    def _influence(self) -> Tensor:
-        """[G, L-1] influences on zeta_2..zeta_L."""
+    def _influence(self, mean: Tensor) -> Tensor:
+        """[G, L-1] influences on zeta_2..zeta_L, for the `mean` displacement `[L]`."""
         psi = influence_of_ratio(self.sums, self.counts)  # [G, L]
         steps = psi.diff(dim=1)
         far = quantile(int(psi[:, -1].isfinite().sum())) * standard_error(steps)
-        rises = (self.sums.sum(0) / self.counts.sum(0)).cpu().diff() + far > 0  # [L-1]
+        rises = mean.cpu().diff() + far > 0  # [L-1]
         return 100 * (steps * rises).flip(1).cumsum(1).flip(1)
-
-    def influences_here(self) -> list[Influence]:
-        """Influences on the value of every layer 2..L."""
-        return [self.influence("value", values, layer) for layer, values in enumerate(self._influence().T, start=2)]
-
-    def rows(self) -> list[Row]:
-        """Two rows for each layer 2..L; no standard error for fewer than three clusters."""
-        rates, errors, count = self.compute()
-        return [
-            row
-            for layer, (rate, error) in enumerate(zip(rates, errors, strict=True), start=2)
-            for row in self.rows_of({"value": rate, "standard_error": error}, count, layer)
-        ]

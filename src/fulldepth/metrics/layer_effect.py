@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from fulldepth.metrics.base import POSITION_BITS, Influence, Measure, Row, Setup
+from fulldepth.metrics.base import POSITION_BITS, Estimated, Setup
 from fulldepth.metrics.reservoir import Reservoir, priority
-from fulldepth.metrics.standard_errors import influence_of_ratio, standard_error
+from fulldepth.metrics.standard_errors import Estimate, EstimateArray, influence_of_ratio, standard_error
 
 SCOPES = ("all", "future")
 """`all`: a part is removed at every position. `future`: only at positions before t, and effects are read from t on."""
@@ -23,8 +23,6 @@ SHARE = 0.9
 """Share of positions below the quantile `q90`."""
 OVER_LAYERS = "_of_layers"
 """End of the names of means over all layers that are removed in turn."""
-AVERAGED = ("later", "divergence")
-"""Statistics of a removed layer that are also averaged over all of them."""
 
 
 def relative_change(update: Tensor, changed: Tensor) -> Tensor:
@@ -108,7 +106,7 @@ def pairs(num_layers: int) -> Tensor:
     return torch.triu_indices(num_layers, num_layers, 1)
 
 
-class LayerEffect(Measure):
+class LayerEffect(Estimated):
     """Effects of removing a part of each layer in turn on the updates of later layers and on the prediction.
 
     The site of a row is the part that is removed, `layer` is s, `other` is l. Means, maxima and their counts are over
@@ -208,101 +206,58 @@ class LayerEffect(Measure):
             before = self.largest[part, scope, removed, later]
             self.largest[part, scope, removed, later] = torch.maximum(before, _largest(values))
 
-    def compute(self) -> dict[str, Tensor]:
-        """Statistics over all processes.
-
-        Returns:
-            `mean`, `standard_error`, `count` and `largest`, `[parts, 2, L, L+1]` (index 0 of the last dimension: the
-            prediction, whose `largest` is that of the probabilities); `later` and `standard_error_of_later`,
-            `[parts, 2, L]`; `loss`, `standard_error_of_loss` and `loss_count`, `[parts, L]`; `over_layers`,
-            `standard_error_over_layers` and the number of `layers`, `[len(AVERAGED), parts, 2]`.
-        """
-        mean = self.sums.sum(0) / self.counts.sum(0)
-        influences = influence_of_ratio(self.sums, self.counts)
-        by_layer = _averaged(mean)  # [A, parts, 2, L]
-        return {
-            "mean": mean,
-            "standard_error": standard_error(influences),
-            "count": self.counts.sum(0),
-            "largest": self.largest,
-            "later": mean[..., 1:].nanmean(-1),
-            "standard_error_of_later": standard_error(influences[..., 1:].nanmean(-1)),
-            "over_layers": by_layer.nanmean(-1),
-            "standard_error_over_layers": standard_error(_averaged(influences).nanmean(-1).movedim(0, 1)),
-            "layers": by_layer.isfinite().sum(-1),
-            "loss": self.loss_sums.sum(0) / self.loss_counts.sum(0),
-            "standard_error_of_loss": standard_error(influence_of_ratio(self.loss_sums, self.loss_counts)),
-            "loss_count": self.loss_counts.sum(0),
-        }
-
-    def rows(self) -> list[Row]:
-        """Rows for every part, scope and pair of layers that were measured."""
-        values = {name: value.cpu() for name, value in self.compute().items()}
-        for name in ("loss", "standard_error_of_loss", "loss_count"):  # torchmetrics squeezes a single element
-            values[name] = values[name].reshape(len(self.setup.effect_parts), self.setup.num_layers)
-        rows: list[Row] = []
+    def compute(self) -> list[Estimate]:
+        """Numbers of every part, scope and removed layer that was measured, then means over the removed layers."""
+        counts = self.counts.sum(0)
+        means = self.sums.sum(0) / counts  # [parts, 2, L, L+1]
+        influences = influence_of_ratio(self.sums, self.counts)  # [G, parts, 2, L, L+1]
+        pairs = EstimateArray.of(means, counts, influences)
+        later = EstimateArray.of(
+            means[..., 1:].nanmean(-1), counts[..., 1:].amax(-1), influences[..., 1:].nanmean(-1)
+        )  # [parts, 2, L]
+        divergence = EstimateArray.of(means[..., 0], counts[..., 0], influences[..., 0])  # [parts, 2, L]
+        loss_counts = self.loss_counts.sum(0)
+        of_loss = influence_of_ratio(self.loss_sums, self.loss_counts)
+        loss = EstimateArray.of(self.loss_sums.sum(0) / loss_counts, loss_counts, of_loss)  # [parts, L]
+        largest = self.largest.cpu()
+        numbers: list[Estimate] = []
         for part, site in enumerate(self.setup.effect_parts):
             for scope, name in enumerate(SCOPES):
-                quantile, error = self._quantiles(2 * part + scope)
-                for index, (removed, later) in enumerate(self.pairs.T.tolist()):
-                    at = (part, scope, removed, later + 1)
-                    statistics = {
-                        f"mean_{name}": float(values["mean"][at]),
-                        f"standard_error_of_mean_{name}": float(values["standard_error"][at]),
-                        f"q90_{name}": float(quantile[index]),
-                        f"standard_error_of_q90_{name}": float(error[index]),
-                        f"max_{name}": float(values["largest"][at]),
-                    }
-                    rows += self._rows(statistics, int(values["count"][at]), site, removed, later)
+                numbers += self._of_pairs(pairs, part, scope)
                 for removed in range(self.setup.num_layers):
-                    rows += self._summaries(values, part, scope, removed)
-        return rows + list(self._over_layers(values))
+                    at = (part, scope, removed)
+                    layer = removed + 1
+                    change = float(largest[*at, 0])
+                    count = int(divergence.counts[at])
+                    numbers += [
+                        later.at(at, f"later_{name}", layer, site),
+                        divergence.at(at, f"divergence_{name}", layer, site),
+                        Estimate(f"output_change_{name}", change, count, layer, site=site),
+                    ]
+                    if name == "all":
+                        numbers.append(loss.at((part, removed), "loss_added", layer, site))
+        for statistic, by_layer in (("later", later), ("divergence", divergence)):
+            values, _, _, of_groups = by_layer
+            measured_layers = values.isfinite().sum(-1)
+            over_layers = EstimateArray.of(values.nanmean(-1), measured_layers, of_groups.nanmean(-2).movedim(-1, 0))
+            numbers += [
+                over_layers.at((part, scope), f"{statistic}_{name}{OVER_LAYERS}", site=site)
+                for part, site in enumerate(self.setup.effect_parts)
+                for scope, name in enumerate(SCOPES)
+            ]
+        return [number for number in numbers if number.count]
 
-    def _over_layers(self, values: dict[str, Tensor]) -> Iterator[Row]:
-        """Rows of the means over the removed layers, each with its standard error."""
-        for index, name in enumerate(AVERAGED):
-            for part, site in enumerate(self.setup.effect_parts):
-                for scope, scope_name in enumerate(SCOPES):
-                    at = (index, part, scope)
-                    statistic = f"{name}_{scope_name}{OVER_LAYERS}"
-                    statistics = {
-                        statistic: float(values["over_layers"][at]),
-                        f"standard_error_of_{statistic}": float(values["standard_error_over_layers"][at]),
-                    }
-                    yield from self._rows(statistics, int(values["layers"][at]), site, None)
-
-    def _summaries(self, values: dict[str, Tensor], part: int, scope: int, removed: int) -> Iterator[Row]:
-        """Rows of one 0-based removed layer without a later one: later layers on average, and the prediction."""
+    def _of_pairs(self, pairs: EstimateArray, part: int, scope: int) -> Iterator[Estimate]:
+        """Yield the mean, quantile and maximum of every pair of layers; their influences are too many to store."""
         name = SCOPES[scope]
-        site = self.setup.effect_parts[part]
-        at = (part, scope, removed)
-        statistics = {
-            f"later_{name}": float(values["later"][at]),
-            f"standard_error_of_later_{name}": float(values["standard_error_of_later"][at]),
-        }
-        counts = values["count"][at].long()
-        yield from self._rows(statistics, int(counts[1:].max()), site, removed)
-        statistics = {
-            f"divergence_{name}": float(values["mean"][at][0]),
-            f"standard_error_of_divergence_{name}": float(values["standard_error"][at][0]),
-            f"output_change_{name}": float(values["largest"][at][0]),
-        }
-        yield from self._rows(statistics, int(counts[0]), site, removed)
-        if scope == 0:
-            statistics = {
-                "loss_added": float(values["loss"][part, removed]),
-                "standard_error_of_loss_added": float(values["standard_error_of_loss"][part, removed]),
-            }
-            yield from self._rows(statistics, int(values["loss_count"][part, removed]), site, removed)
-
-    def _rows(
-        self, statistics: dict[str, float], count: int, site: str, removed: int | None, later: int | None = None
-    ) -> Iterator[Row]:
-        """Rows of statistics over `count` positions or layers, none of 0; layers are 0-based, errors may be unknown."""
-        layer, other = (None if index is None else index + 1 for index in (removed, later))
-        for statistic, value in statistics.items() if count else ():
-            if not math.isnan(value) or not statistic.startswith("standard_error"):
-                yield self.row(statistic, value, count, layer, other, site)
+        quantile, error = self._quantiles(2 * part + scope)
+        for index, (removed, later) in enumerate(self.pairs.T.tolist()):
+            at = (part, scope, removed, later + 1)
+            mean = pairs.at(at, f"mean_{name}", removed + 1, self.setup.effect_parts[part])
+            mean = mean._replace(other=later + 1, influences=None)
+            yield mean
+            yield mean._replace(statistic=f"q90_{name}", value=float(quantile[index]), error=float(error[index]))
+            yield mean._replace(statistic=f"max_{name}", value=float(self.largest[at]), error=math.nan)
 
     def _quantiles(self, index: int) -> tuple[Tensor, Tensor]:
         """[P] quantiles of a sample of positions, and their standard errors."""
@@ -313,35 +268,6 @@ class LayerEffect(Measure):
             return torch.empty(0), torch.empty(0)
         quantile, error = (torch.cat(values) for values in zip(*columns, strict=True))
         return quantile, error
-
-    def influences_here(self) -> list[Influence]:
-        """Influences on the divergences, the added losses, the means over later layers and those over all layers."""
-        influences = influence_of_ratio(self.sums, self.counts)  # [G, parts, 2, L, L+1]
-        of_loss = influence_of_ratio(self.loss_sums, self.loss_counts)  # [G, parts, L]
-        numbers = {}
-        for scope, name in enumerate(SCOPES):
-            numbers[f"later_{name}"] = influences[:, :, scope, :, 1:].nanmean(-1)
-            numbers[f"divergence_{name}"] = influences[:, :, scope, :, 0]
-        numbers["loss_added"] = of_loss
-        of_layers = [
-            self.influence(statistic, values[:, part, removed], removed + 1, site=site)
-            for statistic, values in numbers.items()
-            for part, site in enumerate(self.setup.effect_parts)
-            for removed in range(self.setup.num_layers)
-            if values[:, part, removed].isfinite().any()
-        ]
-        return of_layers + [
-            self.influence(f"{name}_{scope_name}{OVER_LAYERS}", by_scope[:, part, scope], site=site)
-            for name, by_scope in zip(AVERAGED, _averaged(influences).nanmean(-1), strict=True)  # [G, parts, 2]
-            for scope, scope_name in enumerate(SCOPES)
-            for part, site in enumerate(self.setup.effect_parts)
-            if by_scope[:, part, scope].isfinite().any()
-        ]
-
-
-def _averaged(values: Tensor) -> Tensor:
-    """`[A, ..., L]` values of the statistics in `AVERAGED` of each removed layer, from `[..., L, L+1]` of its pairs."""
-    return torch.stack([values[..., 1:].nanmean(-1), values[..., 0]])
 
 
 def _largest(values: Tensor) -> Tensor:

@@ -12,8 +12,14 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from fulldepth.core.uncertainty import crossing
-from fulldepth.metrics.base import Influence, Means, Measure, Observation, Place, Readout, Row, Setup
-from fulldepth.metrics.standard_errors import influence_of_estimate, influence_of_ratio, leave_one_out, standard_error
+from fulldepth.metrics.base import Estimated, Influence, Means, Observation, Place, Readout, Row, Setup
+from fulldepth.metrics.standard_errors import (
+    Estimate,
+    EstimateArray,
+    influence_of_estimate,
+    influence_of_ratio,
+    leave_one_out,
+)
 
 EPSILONS = (0.01, 0.05, 0.1, 0.2)
 """Tolerances relative to perfect accuracy (Def. 1)."""
@@ -163,7 +169,7 @@ def macro_f1(hits: Tensor, predicted: Tensor, true: Tensor) -> Tensor:
     return (2 * hits / total).nanmean(-1)
 
 
-class LensF1(Measure):
+class LensF1(Estimated):
     """Macro F1 of the last layer's classifier on layers 0..L, with its standard error (jackknife over groups).
 
     Source: "Representation progression and aligned training", Fig. 8 and 21 (accuracy or F1 of GLUE's tasks).
@@ -199,27 +205,13 @@ class LensF1(Measure):
         self.true.index_add_(0, group, true)
         self.hits.index_add_(0, group, classes * true)
 
-    def compute(self) -> tuple[Tensor, Tensor, int]:
-        """[L+1] macro F1 of layers 0..L, `[G, L+1]` influences on it, and the number of samples."""
+    def compute(self) -> list[Estimate]:
+        """Macro F1 of layers 0..L."""
         sums = (self.hits, self.predicted, self.true)
-        values = macro_f1(*(state.sum(0) for state in sums))
-        return values, influence_of_estimate(macro_f1(*map(leave_one_out, sums))), int(self.true.sum())
-
-    def influences_here(self) -> list[Influence]:
-        """Influences on every layer's macro F1."""
-        columns = self.compute()[1].T
-        return [self.influence("macro", values, layer) for layer, values in enumerate(columns)]
-
-    def rows(self) -> list[Row]:
-        """Rows for each layer 0..L; no standard error for fewer than three groups of clusters."""
-        values, influences, count = self.compute()
-        errors = standard_error(influences).tolist()
-        numbers = zip(values.tolist(), errors, strict=True)
-        return [
-            row
-            for layer, (value, error) in enumerate(numbers)
-            for row in self.rows_of({"macro": value, "standard_error_of_macro": error}, count, layer)
-        ]
+        values = macro_f1(*(state.sum(0) for state in sums))  # [L+1]
+        influences = influence_of_estimate(macro_f1(*map(leave_one_out, sums)))
+        numbers = EstimateArray.of(values, self.true.sum(), influences)
+        return [numbers.at((layer,), "macro", layer) for layer in range(len(values))]
 
 
 class OfLayersReached(LensMean):

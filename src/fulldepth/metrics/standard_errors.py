@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,3 +89,49 @@ class Mean:
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.double())
         error = float(standard_error(influence_of_ratio(sums, group.bincount())))
         return cls(float(values.double().mean()), error if math.isfinite(error) else None, len(sums), len(values))
+
+
+class Estimate(NamedTuple):
+    """A number of a measure with its standard error and influences, from which its rows are made."""
+
+    statistic: str
+    value: float
+    count: int  # type: ignore[assignment]  # the column's name, not tuple.count
+    layer: int | None = None
+    other: int | None = None
+    site: str = "residual"
+    error: float = math.nan
+    """NaN if it is not known."""
+    influences: list[float] | None = None
+    """[G] influences of the groups of clusters; None if they are not stored."""
+
+
+class EstimateArray(NamedTuple):
+    """Numbers of one kind with their standard errors."""
+
+    values: Tensor
+    """[...]"""
+    counts: Tensor
+    """[...] number of samples behind each value."""
+    errors: Tensor
+    """[...] standard errors."""
+    influences: Tensor
+    """[..., G]"""
+
+    @classmethod
+    def of(cls, values: Tensor, counts: Tensor, influences: Tensor) -> EstimateArray:
+        """Make the record from values, counts, which broadcast to them, and influences `[G, ...]`."""
+        counts = counts.cpu().expand(values.shape)
+        return cls(values.cpu(), counts, standard_error(influences), influences.movedim(0, -1))
+
+    def at(self, index: tuple[int, ...], statistic: str, layer: int | None = None, site: str = "residual") -> Estimate:
+        """Return the number at an index."""
+        return Estimate(
+            statistic,
+            float(self.values[index]),
+            int(self.counts[index]),
+            layer,
+            site=site,
+            error=float(self.errors[index]),
+            influences=self.influences[index].tolist(),
+        )
