@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from fulldepth.core.targets import IGNORE
@@ -422,18 +422,36 @@ class Measure(Accumulator):
             if not (statistic.startswith("standard_error") and math.isnan(value))
         ]
 
+    def reset(self) -> None:
+        """Remove all data, also from reservoirs that are shared with other measures."""
+        super().reset()
+        for reservoir in self._reservoirs():
+            reservoir.reset()
+
     @property
     def nbytes(self) -> int:
         """Size of the states in bytes, including reservoirs that are not shared with other measures."""
-        reservoirs = {part for part in self.modules() if isinstance(part, Reservoir)}
-        unshared = reservoirs - {*self.setup.reservoirs.values()}
+        unshared = self._reservoirs() - {*self.setup.reservoirs.values()}
         return super().nbytes + sum(reservoir.nbytes for reservoir in unshared)
+
+    def _reservoirs(self) -> set[Reservoir]:
+        """The reservoirs that this measure holds."""
+        return {part for part in self.modules() if isinstance(part, Reservoir)}
 
 
 class OfLayers(Measure):
-    """Base class of measures with one number for each layer 0..L over a sample of tokens."""
+    """Base class of measures with one number for each layer 0..L over the shared samples of tokens of their `sites`."""
 
     units: ClassVar[Mapping[str, str]] = {"value": "1"}
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.samples = nn.ModuleList(setup.reservoir(site) for site in self.sites)
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        for site in self.sites:
+            self.setup.reservoir(site).observe(observation, site)
 
     @abstractmethod
     def compute(self) -> tuple[list[float], int]:

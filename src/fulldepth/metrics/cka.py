@@ -104,11 +104,6 @@ class Cka(Measure):
         """Add one batch."""
         self.tokens.observe(observation, "residual")
 
-    def reset(self) -> None:
-        """Remove all data."""
-        super().reset()
-        self.tokens.reset()
-
     def compute(self) -> dict[str, Tensor]:
         """`debiased`, `standard_error_of_debiased` (NaN without several groups) and `biased`, each
         `[views, L+1, L+1]`; `influences`, `[G, L+1, L+1]`, of `debiased` over all tokens; `count`, `[views]`: all

@@ -162,12 +162,6 @@ class LayerEffect(Estimated):
         )
         """The samples of positions of each part and scope."""
 
-    def reset(self) -> None:
-        """Remove all data."""
-        super().reset()
-        for sample in self.samples:
-            sample.reset()  # type: ignore[operator]
-
     def update(self, removals: Removals) -> None:
         """Add one batch."""
         device = self.sums.device

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Observation, OfLayers
+from fulldepth.metrics.base import OfLayers
 
 
 def mmd(x: Tensor, y: Tensor, bandwidth: float | None = None) -> Tensor:
@@ -69,11 +69,6 @@ class Mmd(OfLayers):
     name = "mmd"
     sites = ("residual", "reference")
     needs = frozenset({"reference"})
-
-    def update(self, observation: Observation) -> None:
-        """Add one batch."""
-        for site in self.sites:
-            self.setup.reservoir(site).observe(observation, site)
 
     def compute(self) -> tuple[list[float], int]:
         """Squared MMD of layers 0..L, and the number of tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Observation, OfLayers
+from fulldepth.metrics.base import OfLayers
 
 
 def nc1(features: Tensor, labels: Tensor) -> Tensor:
@@ -59,10 +59,6 @@ class Nc1(OfLayers):
 
     name = "nc1"
     needs = frozenset({"labels"})
-
-    def update(self, observation: Observation) -> None:
-        """Add one batch."""
-        self.setup.reservoir("residual").observe(observation, "residual")
 
     def compute(self) -> tuple[list[float], int]:
         """NC1 of layers 0..L, and the number of tokens."""

@@ -127,12 +127,6 @@ class Separability(Measure):
         self.maps: list[dict[str, Any]] = []
         """`word_map` of some layers, after `rows`: site, layer, and for each word the coordinates `x` and `y`."""
 
-    def reset(self) -> None:
-        """Reset the states and all reservoirs."""
-        super().reset()
-        for reservoir in self.reservoirs:
-            reservoir.reset()  # type: ignore[operator]
-
     def update(self, observation: Observation) -> None:
         """Add one batch."""
         if observation.words is None:
