@@ -41,8 +41,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from folding import plan_of
 from fulldepth.core.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.stream import relative_error
 from fulldepth.hf import load_checkpoint
+from fulldepth.hf.rounding import relative_error
 from fulldepth.skip import Plan, export
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.fold import scaled_logits

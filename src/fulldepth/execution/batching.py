@@ -15,6 +15,7 @@ from fulldepth.data.batches import Batching
 from fulldepth.execution.hooks import capture
 from fulldepth.execution.stream import TOLERANCE, relative_error
 from fulldepth.hf import Anatomy, Classifier
+from fulldepth.hf.rounding import TOLERANCE, relative_error
 
 STRICTNESS: tuple[Batching, ...] = get_args(Batching)
 

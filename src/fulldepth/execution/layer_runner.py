@@ -16,9 +16,10 @@ from transformers import DynamicCache
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.layer_cache import KNOWN_LAYERS, LayerCache
-from fulldepth.execution.stream import check_close, is_close, reason_of
+from fulldepth.execution.stream import reason_of
 from fulldepth.hf import Anatomy, Classifier, cache_argument, cache_in
 from fulldepth.hf.modes import hooked, state_in
+from fulldepth.hf.rounding import check_close, is_close
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a block besides the state: positional and keyword arguments (masks, position embeddings, ...)."""

@@ -12,20 +12,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.execution.hooks import ROLE_OF_SITE, capture
-from fulldepth.execution.stream import (
-    TOLERANCE,
-    Trace,
-    check_close,
-    find_head,
-    follow,
-    is_close,
-    predict,
-    prove_end,
-    prove_stream,
-    reason_of,
-    relative_error,
-    run,
-)
+from fulldepth.execution.stream import Trace, find_head, follow, predict, prove_end, prove_stream, reason_of, run
 from fulldepth.hf import (
     Anatomy,
     Checkpoint,
@@ -41,6 +28,7 @@ from fulldepth.hf import (
     sample_inputs,
 )
 from fulldepth.hf.finder import towers
+from fulldepth.hf.rounding import TOLERANCE, check_close, is_close, relative_error
 
 READS_LATER = "the model reads later tokens too"
 """Beginning of the reason why a head is not proven."""

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.progress import Watcher
 from fulldepth.execution.readers import prove_export
-from fulldepth.execution.stream import TOLERANCE
 from fulldepth.exit.readings import no_advice, read_exits
 from fulldepth.hf import (
     Anatomy,
@@ -48,6 +47,7 @@ from fulldepth.hf.checkpoint_folder import (
 from fulldepth.hf.file_checks import PROCESSOR_FILES
 from fulldepth.hf.promises import withdraw_promises
 from fulldepth.hf.publishing import PIPELINES, loading_code
+from fulldepth.hf.rounding import TOLERANCE
 from fulldepth.settings.exit import LayersSettings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.subject import Subject, chosen_tokenizer

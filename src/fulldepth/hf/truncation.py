@@ -24,13 +24,10 @@ from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, confi
 from fulldepth.hf.exit_heads import cut_exit_heads
 from fulldepth.hf.heads import Classifier, uses_fsdp
 from fulldepth.hf.modes import evaluating, hooked, is_offloaded, state_in
+from fulldepth.hf.rounding import is_close
 from fulldepth.hf.stream_scale import cut_stream_scale
 from fulldepth.hf.surgery import skipping
 from fulldepth.hf.tying import state_ties
-
-ALLOWED = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Precision -> largest accepted difference from the whole model's states and logits, relative to the largest value;
-1e-4 for others."""
 
 NOT_PER_LAYER = ("token_id", "token_ids", "architectures", "labels", "section", "multipliers", "limit", "mask")
 """Endings of names of lists that never have one entry per layer, even if their length is L."""
@@ -152,7 +149,7 @@ def without_layers(anatomy: Anatomy, remaining: Sequence[int]) -> PreTrainedMode
         arguments = body_inputs(anatomy, inputs)
         expected = logits_of(anatomy.model(**arguments))
         actual = logits_of(cut(**arguments))
-    if expected is None or actual is None or not _agree(expected, actual):
+    if expected is None or actual is None or not is_close(actual, expected):
         raise _refusal(anatomy, remaining, "by themselves they give other logits than within the model")
     return cut
 
@@ -357,14 +354,8 @@ def _prove(anatomy: Anatomy, cut: Anatomy, layers: int) -> None:
                 expected = classifier.tokens(states) if classifier.per_token else classifier.sequences(states, mask)
                 pairs["logits"] = expected, logits
     for name, (expected, actual) in pairs.items():
-        if not _agree(expected, actual):
+        if not is_close(actual, expected):
             raise _refusal(anatomy, range(1, layers + 1), f"by themselves they give other {name} than within the model")
-
-
-def _agree(expected: Tensor, actual: Tensor) -> bool:
-    """Return True if two tensors are equal up to rounding in the precision of the first."""
-    allowed = ALLOWED.get(expected.dtype, 1e-4) * float(expected.abs().max())
-    return expected.shape == actual.shape and float((expected.double() - actual.double()).abs().max()) <= allowed
 
 
 def state_at(anatomy: Anatomy, layer: int, inputs: Mapping[str, Any]) -> Tensor:

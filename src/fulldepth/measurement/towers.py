@@ -14,8 +14,8 @@ from torch import Tensor
 from fulldepth.core.errors import FulldepthError
 from fulldepth.data import ImageRecord, Source, TextRecord, choose, identities
 from fulldepth.data.labelled import usable_rows
-from fulldepth.execution.stream import check_close
 from fulldepth.hf import Checkpoint
+from fulldepth.hf.rounding import check_close
 from fulldepth.measurement.series import total_times
 from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import METRICS, Setup

@@ -22,7 +22,6 @@ from fulldepth.core.progress import Watcher
 from fulldepth.data import ORDER
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.readers import prove_export
-from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import (
     UNFINISHED,
     drop_checkpoints,
@@ -48,6 +47,7 @@ from fulldepth.hf.checkpoint_folder import (
     strip_foreign_code,
 )
 from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf.rounding import TOLERANCE
 from fulldepth.hf.run_checkpoints import SEAL
 from fulldepth.hf.stock import as_stock
 from fulldepth.losses import per_batch_terms

@@ -27,8 +27,8 @@ from fulldepth.data.labelled import (
     listed,
     name_classes,
 )
-from fulldepth.execution.stream import is_close, relative_error
 from fulldepth.hf import evaluating, load_processor
+from fulldepth.hf.rounding import is_close, relative_error
 from fulldepth.settings.train import AugmentationSettings, DataSettings, TrainSettings
 from fulldepth.training.model import WEIGHTS, build_config, check_options, special_tokens
 from fulldepth.training.text import padding_token, run_tokenizer

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import reading
-from fulldepth.execution.stream import TOLERANCE, relative_error
+from fulldepth.hf.rounding import TOLERANCE, relative_error
 
 READERS = {"stock": "with_transformers", "carried": "with_transformers", "llama.cpp": "with_llama_cpp"}
 """Reader -> its program. `stock`: transformers alone; `carried`: transformers with the folder's code, without which

@@ -27,7 +27,6 @@ from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import read_document, read_json
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.readers import LOWEST, prove_export
-from fulldepth.execution.stream import relative_error
 from fulldepth.hf import (
     Anatomy,
     ModelCard,
@@ -54,6 +53,7 @@ from fulldepth.hf.checkpoint_folder import (
 )
 from fulldepth.hf.gguf import load_gguf_config, load_gguf_model, read_header
 from fulldepth.hf.publishing import loading_code
+from fulldepth.hf.rounding import relative_error
 from fulldepth.hf.scalars import factor_names
 from fulldepth.hf.stream_scale import EXPORT_NOTES
 from fulldepth.results import versions

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, first_reason
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.stream import relative_error
 from fulldepth.hf import (
     Anatomy,
     OutputWeights,
@@ -40,6 +39,7 @@ from fulldepth.hf import (
     scale_obstacle,
 )
 from fulldepth.hf.modes import hooked, state_in, with_state
+from fulldepth.hf.rounding import relative_error
 from fulldepth.hf.scalars import FACTORS, Scalars
 from fulldepth.hf.stream_scale import stream_scale, write_stream_scale
 from fulldepth.hf.surgery import skipping

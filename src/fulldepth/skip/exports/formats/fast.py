@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from fulldepth.architectures import SKIPPED
 from fulldepth.core.errors import FulldepthError
-from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import Anatomy
+from fulldepth.hf.rounding import TOLERANCE
 from fulldepth.hf.scalars import GRANULARITIES, ROLES
 from fulldepth.skip.exports.fold import Folding, heals, prepare_folding
 from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save

@@ -15,9 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.stream import TOLERANCE
 from fulldepth.hf import Anatomy, cut_config, first_layers, is_offloaded, without_layers
 from fulldepth.hf.gguf import SCALED_BY_WIDTH
+from fulldepth.hf.rounding import TOLERANCE
 from fulldepth.hf.scalars import GRANULARITIES, ROLES
 from fulldepth.hf.stream_scale import write_stream_scale
 from fulldepth.skip.exports.fold import Folding, heals, prepare_folding
