@@ -167,6 +167,13 @@ def test_a_page_opens_with_one_sentence_and_one_picture(every):
     assert every["warnings"][0] == "The machine was busy."
 
 
+def test_times_of_few_rounds_have_no_interval_in_the_opening_sentence():
+    bench = folders.bench()
+    few = Results(bench.table[~bench.table.statistic.isin(["low", "high"])], bench.meta)
+    (sentence,) = payload_of(few)["story"]["sentences"]
+    assert "other decodes 1.43 times as fast as base (no interval)" in sentence
+
+
 def test_a_block_map_says_which_block_went_when_and_what_it_added(every):
     (section,) = [one for one in every["sections"] if one["id"] == "blocks"]
     maps, losses = section["tables"], folders.losses_of(8)

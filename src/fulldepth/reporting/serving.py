@@ -28,13 +28,20 @@ class Spread(NamedTuple):
         """The inverse: the original's time divided by this time."""
         return Spread(1 / self.value, 1 / self.high, 1 / self.low)
 
+    @property
+    def contains_one(self) -> bool:
+        """True if there is an interval, and it contains 1."""
+        return self.low < self.high and self.low <= 1 <= self.high
+
+    @property
+    def interval(self) -> str:
+        """The interval as text, in brackets."""
+        return "(no interval)" if self.low == self.high else f"({self.low:.2f} to {self.high:.2f})"
+
 
 def ratio_text(ratio: Spread) -> str:
     """A speed-up with its interval, as text; `≈ 1×` if the interval contains 1."""
-    if ratio.low == ratio.high:
-        return f"{ratio.value:.2f}× (no interval)"
-    interval = f"({ratio.low:.2f} to {ratio.high:.2f})"
-    return f"≈ 1× {interval}" if ratio.low <= 1 <= ratio.high else f"{ratio.value:.2f}× {interval}"
+    return f"{'≈ 1' if ratio.contains_one else f'{ratio.value:.2f}'}× {ratio.interval}"
 
 
 def served_cells(table: pd.DataFrame) -> pd.DataFrame:

@@ -435,10 +435,10 @@ def decoding(folders: Sequence[SkipPart]) -> list[str]:
         name = short(best.name, 60)
         base = short(best.base, 60)
         speed_text = f"In {program}, {name} decodes {speed.value:.2f} times as fast as {base}"
-        if speed.low <= 1 <= speed.high:
+        if speed.contains_one:
             speed_text = f"In {program}, no model decodes measurably faster than {base}; {name} comes closest"
         cost = "" if best.added is None else f"; loss added: {with_error(best.added, best.error)}"
-        sentences.append(f"{speed_text} ({speed.low:.2f} to {speed.high:.2f}){cost}.")
+        sentences.append(f"{speed_text} {speed.interval}{cost}.")
     return sentences
 
 
