@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fulldepth.core.threads import map_threads
-from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
-from fulldepth.metrics.standard_errors import influence_of_channel_mean, leave_one_out
+from fulldepth.metrics.base import Estimated, Observation, Setup
+from fulldepth.metrics.standard_errors import Estimate, influence_of_channel_mean, leave_one_out
 
 STD_EPS = 1e-8
 """The paper's epsilon, added to the standard deviation."""
@@ -124,7 +124,7 @@ def _standardised(h: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x, constant
 
 
-class Coherence(Measure):
+class Coherence(Estimated):
     """Coherence of input and output of every layer, and of its attention sub-layer, over the whole data set.
 
     The spectra are summed over all sequences and divided once. Every token of a sequence is used, regardless of the
@@ -238,21 +238,40 @@ class Coherence(Measure):
             total = torch.view_as_real(self.group_cross[:, layer - 1, slots])
             total.index_add_(0, group, torch.view_as_real(cross))
 
-    def compute(self) -> dict[str, Tensor]:
-        """Statistic -> `[2, L]`: (residual, attention) x layers 1..L; `count` is 0 without data. `errors`: `[L+1]`
-        standard errors of `mean_corrected` of the residual stream, for layers 1..L and for the mean over layers.
-        """
+    def compute(self) -> list[Estimate]:
+        """Numbers of every layer that has cells, at both sites, and of the mean over layers of the residual stream."""
         sequences = int(self.sequences.sum())
         _check_sequences(sequences)
         power_in = self.power_residual[:-1]
         power_read = power_in if self.setup.chained else self.power_input
-        pairs = (
-            *zip(self.cross_residual, power_in, self.power_residual[1:], strict=True),
-            *zip(self.cross_attention, power_read, self.power_attention, strict=True),
-        )
-        columns = [_statistics(_ratio(*pair, sequences), sequences) for pair in pairs]
-        values = {name: torch.stack([column[name] for column in columns]).view(2, -1) for name in columns[0]}
-        return values | {"errors": self._influence()[1]}
+        residual = zip(self.cross_residual, power_in, self.power_residual[1:], strict=True)
+        attention = zip(self.cross_attention, power_read, self.power_attention, strict=True)
+        influences, errors = self._influence()
+        numbers = []
+        counts = []
+        corrected = []
+        for layer, sums in enumerate(residual, start=1):
+            values, count = _statistics(_ratio(*sums, sequences), sequences)
+            of_groups = {"mean_corrected": influences[:, layer - 1].tolist()}
+            numbers += [
+                Estimate(name, value, count, layer, influences=of_groups.get(name)) for name, value in values.items()
+            ]
+            counts.append(count)
+            corrected.append(values["mean_corrected"])
+        for layer, sums in enumerate(attention, start=1):
+            values, count = _statistics(_ratio(*sums, sequences), sequences)
+            numbers += [Estimate(name, value, count, layer, site="attention") for name, value in values.items()]
+        *of_layers, overall = errors.tolist()
+        numbers += [
+            Estimate(ERROR, error, counts[index], index + 1)
+            for index, error in enumerate(of_layers)
+            if not math.isnan(error)
+        ]
+        mean = float(torch.tensor(corrected, dtype=torch.float64).nanmean())
+        if not math.isnan(mean):
+            of_mean = influences[:, -1].tolist()
+            numbers.append(Estimate(OVER_LAYERS, mean, sum(counts), error=overall, influences=of_mean))
+        return [number for number in numbers if number.count]
 
     def _influence(self) -> tuple[Tensor, Tensor]:
         """`[G, L+1]` influences on `mean_corrected` of the residual stream and `[L+1]` its standard errors, for layers
@@ -272,44 +291,6 @@ class Coherence(Measure):
         whole = torch.stack(without)
         pairs = [influence_of_channel_mean(part, self.setup.width) for part in (*whole.unbind(1), whole.nanmean(1))]
         return torch.stack([values for values, _ in pairs], 1), torch.stack([error for _, error in pairs])
-
-    def influences_here(self) -> list[Influence]:
-        """Influences on the corrected mean of every layer's residual stream, and on the mean over layers."""
-        columns = self._influence()[0].T  # [L+1, G]
-        numbers = [("mean_corrected", layer) for layer in range(1, self.setup.num_layers + 1)]
-        return [
-            self.influence(name, values, layer)
-            for (name, layer), values in zip([*numbers, (OVER_LAYERS, None)], columns, strict=True)
-            if values.isfinite().any()
-        ]
-
-    def rows(self) -> list[Row]:
-        """Rows for every layer at both sites, then for the mean over layers; no attention rows if its output was not
-        captured, no standard errors with fewer than three sequences.
-        """
-        values = self.compute()
-        counts = values.pop("count").long()
-        errors = values.pop("errors").tolist()
-        layers = errors[:-1]
-        overall = errors[-1]
-        cells = [*counts[0].tolist(), int(counts[0].sum())]
-        over_layers = values["mean_corrected"][0].nanmean().item()
-        rows = [  # without layers that have no cells
-            self.row(statistic, value[where, layer], counts[where, layer], layer + 1, site=site)
-            for where, site in enumerate(("residual", "attention"))
-            for layer in range(self.setup.num_layers)
-            if counts[where, layer]
-            for statistic, value in values.items()
-        ]
-        further = [
-            *((layer, ERROR, error) for layer, error in enumerate(layers, start=1)),
-            *((None, OVER_LAYERS, over_layers), (None, f"standard_error_of_{OVER_LAYERS}", overall)),
-        ]
-        return rows + [
-            self.row(statistic, value, cells[(layer or 0) - 1], layer)
-            for layer, statistic, value in further
-            if not math.isnan(value)
-        ]
 
 
 def _check_sequences(sequences: int) -> None:
@@ -349,14 +330,14 @@ def _corrected(ratio: Tensor, sequences: int) -> Tensor:
     return ((sequences * ratio - 1) / (sequences - 1)).clamp(min=0.0)
 
 
-def _statistics(ratio: Tensor, sequences: int) -> dict[str, Tensor]:
-    """Statistics of one layer's cells `[D, K]`, and their `count`."""
+def _statistics(ratio: Tensor, sequences: int) -> tuple[dict[str, float], int]:
+    """Statistics of one layer's cells `[D, K]`, and their number."""
     cells = ratio[ratio.isfinite()]
-    result = {
+    statistics = {
         "mean": cells.mean(),
         "mean_corrected": _corrected(cells, sequences).mean(),
         "share_0.3_0.7": ((cells >= BAND[0]) & (cells <= BAND[1])).double().mean(),
     }
     bins = (cells * BINS).long().clamp(max=BINS - 1).bincount(minlength=BINS).double() / cells.numel()
-    result |= {f"bin_{index}": share for index, share in enumerate(bins)}
-    return result | {"count": torch.tensor(cells.numel(), dtype=torch.float64, device=cells.device)}
+    statistics |= {f"bin_{index}": share for index, share in enumerate(bins)}
+    return {name: float(value) for name, value in statistics.items()}, cells.numel()
