@@ -377,7 +377,7 @@ def test_effective_depth_counts_a_layer_that_is_exactly_good_enough(world, count
             measure = metrics.EffectiveDepth(world.setup())
             measure.sums[0] = torch.tensor([0, enough - 1, enough, last])
             measure.counts[0] = count
-            values, _ = metrics.EffectiveDepth.compute(measure)
+            values = {number.statistic: number.value for number in metrics.EffectiveDepth.compute(measure)}
             names = [f"relative_eps={percent / 100:g}"] * (percent < 20) + [f"eps={percent / 100:g}"] * (last == count)
             assert [values[name] for name in names] == [2.0] * len(names)
 

@@ -36,6 +36,7 @@ from fulldepth.metrics.routing import (
 )
 from fulldepth.metrics.separability import Separability, separability
 from fulldepth.metrics.spectral_norm import SpectralNorm, spectral_norm
+from fulldepth.metrics.standard_errors import Estimate
 
 MEASURES: tuple[type[Measure], ...] = (
     Displacement,
@@ -76,6 +77,7 @@ __all__ = [
     "Detections",
     "Displacement",
     "EffectiveDepth",
+    "Estimate",
     "ExpectedRetrieval",
     "Influence",
     "JumpRate",

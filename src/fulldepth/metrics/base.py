@@ -21,7 +21,7 @@ from torch.nn.functional import one_hot
 from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import deal
 from fulldepth.metrics.reservoir import CPU, Accumulator, Reservoir
-from fulldepth.metrics.standard_errors import Estimate, influence_of_ratio, standard_error
+from fulldepth.metrics.standard_errors import Estimate, EstimateArray, influence_of_ratio
 
 NO_FIRST = ":no-first"
 """Suffix of statistics that exclude the first token of each sequence."""
@@ -90,14 +90,6 @@ class Place(NamedTuple):
     site: str = "residual"
     statistic: str = "mean"
     """Name of the mean."""
-
-    def named(self, kind: str) -> str:
-        """Name of a statistic of this mean in the table, such as `mean` and `standard_error` or, for a mean with a
-        name of its own, `NAME` and `standard_error_of_NAME`.
-        """
-        if self.statistic == "mean":
-            return kind + self.suffix
-        return (self.statistic if kind == "mean" else f"{kind}_of_{self.statistic}") + self.suffix
 
 
 @dataclass(frozen=True)
@@ -375,24 +367,7 @@ class Measure(Accumulator):
 
         Sums are over all processes, as in `compute`, so every process must call it.
         """
-        with self.sync_context(
-            dist_sync_fn=self.dist_sync_fn, should_sync=self._to_sync, should_unsync=self._should_unsync
-        ):
-            return self.influences_here()
-
-    def influences_here(self) -> list[Influence]:
-        """Compute `influences` from this process's states, which hold the sums of all processes when it is called."""
         return []
-
-    def influence(
-        self,
-        statistic: str,
-        values: Tensor,
-        layer: int | None = None,
-        site: str = "residual",
-    ) -> Influence:
-        """Make the entry for the influences `[G]` on one number of this measure."""
-        return Influence(self.name, site, layer, None, statistic, values.tolist())
 
     def row(
         self,
@@ -482,15 +457,21 @@ class Estimated(Measure):
         """A row for every number, and one for its standard error if that is known."""
         rows = []
         for number in self.compute():
-            error_name = f"standard_error_of_{number.statistic}"
-            statistics = {number.statistic: number.value}
-            if not math.isnan(number.error):
-                statistics[error_name if error_name in self.units else "standard_error"] = number.error
+            statistics = {number.statistic: number.value, error_name(number.statistic): number.error}
             rows += self.rows_of(statistics, number.count, number.layer, number.other, number.site)
         return rows
 
 
-class Means(Measure):
+def error_name(statistic: str) -> str:
+    """Statistic of the standard error: `standard_error` of a `mean` or `value`, `standard_error_of_NAME` of others.
+
+    A suffix, from a colon on, stays at the end.
+    """
+    name, colon, suffix = statistic.partition(":")
+    return f"standard_error{'' if name in ('mean', 'value') else f'_of_{name}'}{colon}{suffix}"
+
+
+class Means(Estimated):
     """Base class of means with standard errors, from sums and counts per group of clusters.
 
     The states are `sums [G, *shape]` and `counts`, which broadcasts to it. A subclass names their `places`; by default
@@ -523,33 +504,20 @@ class Means(Measure):
         for state, terms in ((self.sums, values.where(valid, 0.0)), (self.counts, valid.double())):
             state += (terms @ weights).view(len(values), -1, 2).movedim(1, 0)
 
-    def compute(self) -> dict[str, Tensor]:
-        """`mean`, `standard_error` and `count`, each `[*shape]`."""
-        total = self.sums.sum(0)
+    def compute(self) -> list[Estimate]:
+        """The mean at every place, each followed by the place's `further` statistics."""
         counts = self.counts.sum(0)
-        error = standard_error(influence_of_ratio(self.sums, self.counts))
-        return {"mean": total / counts, "standard_error": error, "count": counts.expand_as(total)}
+        means = EstimateArray.of(self.sums.sum(0) / counts, counts, influence_of_ratio(self.sums, self.counts))
+        further = self.further(means)
+        numbers = []
+        for place in self.places(means.counts):
+            mean = means.at(place.at, place.statistic + place.suffix, place.layer, place.site)
+            numbers.append(mean)
+            for name, values in further.items():
+                value = float(values[place.at])
+                numbers.append(Estimate(name + place.suffix, value, mean.count, place.layer, site=place.site))
+        return numbers
 
-    def influences_here(self) -> list[Influence]:
-        """Influences on every mean with data."""
-        values = influence_of_ratio(self.sums, self.counts).movedim(0, -1)  # [*shape, G]
-        return [
-            self.influence(place.named("mean"), values[place.at], place.layer, site=place.site)
-            for place in self.places(self.counts.sum(0))
-            if values[place.at].isfinite().any()
-        ]
-
-    def rows(self) -> list[Row]:
-        """A row for every place and statistic; no standard error for fewer than three clusters."""
-        values = self.compute()
-        counts = values.pop("count").long()
-        return [
-            row
-            for place in self.places(counts)
-            for row in self.rows_of(
-                {place.named(name): float(value[place.at]) for name, value in values.items()},
-                int(counts[place.at]),
-                place.layer,
-                site=place.site,
-            )
-        ]
+    def further(self, means: EstimateArray) -> dict[str, Tensor]:
+        """Statistic -> `[*shape]`: statistics besides the means, none by default."""
+        return {}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Means, Observation, Place, Setup, angular, cosine
+from fulldepth.metrics.standard_errors import EstimateArray
 
 BINS = 1 << 15
 """Histogram bins for the percentiles. Those of displacements are uniform in sqrt(displacement): finest near 0."""
@@ -84,11 +85,10 @@ class Displacement(Means):
         self.squares += psi.square() @ weights
         _count(self.histogram, psi.sqrt(), valid, weights)
 
-    def compute(self) -> dict[str, Tensor]:
-        """Statistic -> `[L+1, 2]`: layers 1..L and layer L normed; all tokens, and without first tokens."""
-        values = super().compute()
-        values["std"] = (self.squares / values["count"] - values["mean"].square()).clamp(min=0).sqrt()
-        return values | _percentiles(self.histogram, torch.square)
+    def further(self, means: EstimateArray) -> dict[str, Tensor]:
+        """Standard deviation and percentiles."""
+        std = (self.squares.cpu() / means.counts - means.values.square()).clamp(min=0).sqrt()
+        return {"std": std} | _percentiles(self.histogram, torch.square)
 
     def places(self, counts: Tensor) -> Iterator[Place]:
         """Layers 1..L in every view, each view with layer L after the final norm, if it was captured."""
@@ -186,6 +186,6 @@ class NormRatio(Means):
         places = (ratio.where(valid, 1.0).log() / LARGEST + 1) / 2
         _count(self.histogram, places, valid, observation.view_weights.to(ratio.device))
 
-    def compute(self) -> dict[str, Tensor]:
-        """Statistic -> `[L, 2]`: layers 1..L; all tokens, and without first tokens."""
-        return super().compute() | _percentiles(self.histogram, lambda place: (LARGEST * (2 * place - 1)).exp())
+    def further(self, means: EstimateArray) -> dict[str, Tensor]:
+        """Percentiles."""
+        return _percentiles(self.histogram, lambda place: (LARGEST * (2 * place - 1)).exp())

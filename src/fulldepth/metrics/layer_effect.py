@@ -247,8 +247,15 @@ class LayerEffect(Estimated):
         quantile, error = self._quantiles(2 * part + scope)
         for index, (removed, later) in enumerate(self.pairs.T.tolist()):
             at = (part, scope, removed, later + 1)
-            mean = pairs.at(at, f"mean_{name}", removed + 1, self.setup.effect_parts[part])
-            mean = mean._replace(other=later + 1, influences=None)
+            mean = Estimate(
+                f"mean_{name}",
+                float(pairs.values[at]),
+                int(pairs.counts[at]),
+                removed + 1,
+                later + 1,
+                self.setup.effect_parts[part],
+                float(pairs.errors[at]),
+            )
             yield mean
             yield mean._replace(statistic=f"q90_{name}", value=float(quantile[index]), error=float(error[index]))
             yield mean._replace(statistic=f"max_{name}", value=float(self.largest[at]), error=math.nan)

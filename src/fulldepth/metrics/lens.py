@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from fulldepth.core.uncertainty import crossing
-from fulldepth.metrics.base import Estimated, Influence, Means, Observation, Place, Readout, Row, Setup
+from fulldepth.metrics.base import Estimated, Means, Observation, Place, Readout, Setup
 from fulldepth.metrics.standard_errors import (
     Estimate,
     EstimateArray,
@@ -226,10 +226,6 @@ class OfLayersReached(LensMean):
         ends = crossing(missing.cpu().numpy(), self.counts[:, 0].cpu().numpy())
         return {} if ends is None else {LOW_OF + name: ends[0] + 1.0, HIGH_OF + name: ends[1] + 1.0}
 
-    def influences_here(self) -> list[Influence]:
-        """Return nothing, because a layer's number has no influences."""
-        return []
-
 
 class Saturation(OfLayersReached):
     """Number and share of positions that settle at each layer 1..L, the cumulative share, and the median layer.
@@ -247,41 +243,26 @@ class Saturation(OfLayersReached):
         """1 where all layers from this one to the last agree, else 0."""
         return lens.agrees.flip(0).long().cumprod(0).flip(0)
 
-    def influences_here(self) -> list[Influence]:
-        """Influences on the cumulative share of every layer 1..L."""
-        values = influence_of_ratio(self.sums, self.counts)
-        return [self.influence("cumulative", values[:, n], n) for n in range(1, self.setup.num_layers + 1)]
-
-    def compute(self) -> dict[str, Tensor]:
-        """Statistics of layers 1..L, `[L]` each; `median` and its interval, if they are known; `total`, positions."""
-        values = super().compute()
-        settled = self.sums.sum(0)[1:]
-        counts = settled.diff(prepend=settled.new_zeros(1))
-        total = self.counts.sum()
-        result = {
-            "count": counts,
-            "share": counts / total,
-            "cumulative": values["mean"][1:],
-            "standard_error_of_cumulative": values["standard_error"][1:],
-            "total": total,
-        }
+    def compute(self) -> list[Estimate]:
+        """Numbers of each layer 1..L, then the median and its interval if they are known."""
+        counts = self.counts.sum(0)
+        total = int(counts)
+        sums = self.sums.sum(0)  # [L+1]
+        cumulative = EstimateArray.of(sums / counts, counts, influence_of_ratio(self.sums, self.counts))
+        settled = sums[1:]
+        numbers = []
+        for layer, count in enumerate(settled.diff(prepend=settled.new_zeros(1)).tolist(), start=1):
+            share = count / total if total else math.nan
+            numbers += [
+                Estimate("count", count, total, layer),
+                Estimate("share", share, total, layer),
+                cumulative.at((layer,), "cumulative", layer),
+            ]
         if total:
-            ends = self.interval("median", self.counts - 2 * self.sums[:, 1:])
             median = float((2 * settled >= total).long().argmax()) + 1
-            result |= {name: torch.tensor(layer) for name, layer in ({"median": median} | ends).items()}
-        return result
-
-    def rows(self) -> list[Row]:
-        """Rows for each layer 1..L, and three for the median."""
-        values = self.compute()
-        total = int(values.pop("total"))
-        columns = {name: column.reshape(-1).tolist() for name, column in values.items() if "median" not in name}
-        rows = [
-            row
-            for layer in range(1, self.setup.num_layers + 1)
-            for row in self.rows_of({name: column[layer - 1] for name, column in columns.items()}, total, layer)
-        ]
-        return rows + self.rows_of({name: float(value) for name, value in values.items() if name not in columns}, total)
+            layers = {"median": median} | self.interval("median", self.counts - 2 * self.sums[:, 1:])
+            numbers += [Estimate(name, layer, total) for name, layer in layers.items()]
+        return numbers
 
 
 class EffectiveDepth(OfLayersReached, LensAccuracy):
@@ -295,8 +276,8 @@ class EffectiveDepth(OfLayersReached, LensAccuracy):
     name = "effective_depth"
     units = dict.fromkeys((kind + statistic for kind in ("", LOW_OF, HIGH_OF) for statistic in STATISTICS), "layers")
 
-    def compute(self) -> tuple[dict[str, float], int]:  # type: ignore[override]
-        """Statistic -> value (depths, and the intervals that are known), and the number of positions."""
+    def compute(self) -> list[Estimate]:
+        """The depth for each tolerance, with the ends of its interval if they are known."""
         correct = self.sums[:, 1:]
         total = correct.sum(0).cpu()
         count = int(self.counts.sum())
@@ -308,8 +289,4 @@ class EffectiveDepth(OfLayersReached, LensAccuracy):
                 continue
             named[name] = float(effective_depth(total if relative else total / count, eps, relative))
             named |= self.interval(name, (1 - eps) * (correct[:, -1:] if relative else self.counts) - correct)
-        return named, count
-
-    def rows(self) -> list[Row]:
-        """One row for each tolerance, and two for its interval if it is known; `layer` is None."""
-        return self.rows_of(*self.compute())
+        return [Estimate(name, depth, count) for name, depth in named.items()]

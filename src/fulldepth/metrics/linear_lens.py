@@ -21,10 +21,10 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Influence, Observation, Row, Setup
+from fulldepth.metrics.base import Observation, Setup
 from fulldepth.metrics.lens import LensAccuracy, LensLoss, LensMean
 from fulldepth.metrics.reservoir import CPU, Accumulator
-from fulldepth.metrics.standard_errors import influence_of_ratio, standard_error
+from fulldepth.metrics.standard_errors import Estimate, EstimateArray, influence_of_ratio
 
 STRENGTHS = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 """Ridges that are tried, as multiples of the mean eigenvalue of the sums of products."""
@@ -281,42 +281,18 @@ class LinearLensMean(LensMean):
         gain = self.sign * (self.sums - self.plain)
         return gain, gain[:, 1 : self.setup.num_layers // 2 + 1].mean(1)
 
-    def compute(self) -> dict[str, Tensor]:
-        """`mean`, `standard_error`, `count` and `gain` of layers 0..L, `[L+1]`, the gain over early layers, and the
-        errors of gains.
-        """
+    def compute(self) -> list[Estimate]:
+        """Mean and gain of each layer 0..L, and the gain over early layers if there are any."""
         gain, early = self.gains()
         count = self.counts.sum()
-        return super().compute() | {
-            GAIN: gain.sum(0) / count,
-            ERROR_OF + GAIN: standard_error(influence_of_ratio(gain, self.counts)),
-            EARLY_GAIN: early.sum() / count,
-            ERROR_OF + EARLY_GAIN: standard_error(influence_of_ratio(early, self.counts[:, 0])),
-        }
-
-    def rows(self) -> list[Row]:
-        """Rows of each layer 0..L, and of the gain over early layers if there are any."""
-        values = self.compute()
-        count = int(values.pop("count").max())
-        early = {name: float(values.pop(name)) for name in (EARLY_GAIN, ERROR_OF + EARLY_GAIN)}
-        rows = [
-            row
-            for layer in range(self.setup.num_layers + 1)
-            for row in self.rows_of({name: float(value[layer]) for name, value in values.items()}, count, layer)
-        ]
-        return rows + (self.rows_of(early, count) if self.setup.num_layers > 1 else [])
-
-    def influences_here(self) -> list[Influence]:
-        """Influences on the mean and the gain of every layer, and on the gain over early layers."""
-        influences = super().influences_here()
-        if not influences:
-            return []
-        gain, early = self.gains()
-        values = influence_of_ratio(gain, self.counts)
-        influences += [self.influence(GAIN, values[:, layer], layer) for layer in range(self.setup.num_layers + 1)]
+        gains = EstimateArray.of(gain.sum(0) / count, count, influence_of_ratio(gain, self.counts))
+        numbers = []
+        for layer, mean in enumerate(super().compute()):
+            numbers += [mean, gains.at((layer,), GAIN, layer)]
         if self.setup.num_layers > 1:
-            influences.append(self.influence(EARLY_GAIN, influence_of_ratio(early, self.counts[:, 0])))
-        return influences
+            early_gain = EstimateArray.of(early.sum() / count, count, influence_of_ratio(early, self.counts[:, 0]))
+            numbers.append(early_gain.at((), EARLY_GAIN))
+        return numbers
 
 
 STATISTICS = ("mean", "standard_error", GAIN, ERROR_OF + GAIN, EARLY_GAIN, ERROR_OF + EARLY_GAIN)
