@@ -13,7 +13,6 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.data import Sequences
 from fulldepth.data.batches import Batching
 from fulldepth.execution.hooks import capture
-from fulldepth.execution.stream import TOLERANCE, relative_error
 from fulldepth.hf import Anatomy, Classifier
 from fulldepth.hf.rounding import TOLERANCE, relative_error
 

@@ -14,8 +14,8 @@ that alternate with the unmodified model; a block has an equal share of what its
 
 In a search, `search_with` has `goal_of` compute gains and need (`time_shares` for a target in time), which refuses what
 is out of reach. `eliminate`, or `rank_blocks` for searches that rank once, removes blocks until `Goal.left` is 0 or no
-candidate is left. `exchange` then looks for a set with a lower loss that still reaches the target. The speed of an export is not
-measured here; `skip bench` does that.
+candidate is left. `exchange` then looks for a set with a lower loss that still reaches the target. The speed of an
+export is not measured here; `skip bench` does that.
 """
 
 from __future__ import annotations
