@@ -170,7 +170,7 @@ class LossCache:
         for name in (LOSS, DIVERGENCE) if kind == DIVERGENCE else (kind,):
             by_variant = sums.get(name, {})
             if by_variant.keys() != keys.keys() or {*map(len, by_variant.values())} - {len(self.tokens[chunk])}:
-                raise self._damaged(f"step {self._number} does not hold the {name} of its variants")
+                raise self._unusable(f"step {self._number} does not hold the {name} of its variants")
             for key, values in by_variant.items():
                 self._sums.setdefault(name, {}).setdefault(keys[key], {})[chunk] = values
 
@@ -198,9 +198,9 @@ class LossCache:
                     pydantic.TypeAdapter(dict[str, kind]).validate_python(tasks, strict=True)
                 except pydantic.ValidationError as error:
                     problem = error.errors(include_url=False)[0]
-                    raise self._damaged(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
+                    raise self._unusable(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
             if list(tasks) != [name]:
-                raise self._damaged(f"step {self._number} does not hold {name}")
+                raise self._unusable(f"step {self._number} does not hold {name}")
             self._tasks |= tasks
         return [self._tasks[name] for name in names]
 
