@@ -86,11 +86,11 @@ class Verified:
 def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional: Collection[str] = ()) -> Verified:
     """The first candidate whose parts reproduce the model's states and logits on a small batch.
 
-    Three things are checked, in this order. The blocks are the residual stream: each runs and reads the previous
+    Four things are checked, in this order. The blocks are the residual stream: each runs and reads the previous
     block's output, and the last one (through the final norm) gives the body's last hidden state. The classifier applied
     to `h_L` equals the model's own logits (soft-cap, scale and bias included); for families that are not in the table,
     it is found here by following the tensors from `h_L` to the logits. The captured branches, combined by the family's
-    design, equal every block's output.
+    design, equal every block's output. A second pass, of the body alone, gives the same last state.
 
     Args:
         candidates: anatomies to try, best guess first.
