@@ -228,8 +228,17 @@ def test_an_option_keeps_the_methods_other_options(given, expected, start, tmp_p
 
 
 def test_options_of_a_later_source_keep_the_weight_of_an_earlier_one():
-    asked = recipes.layer(TrainSettings, {"objective": {"jump": 0.5}}, {"objective": {"jump": {"alpha": 0.3}}})
-    assert resolved(asked).objective.terms == {"jump": {"weight": 0.5, "alpha": 0.3}}
+    sources = {"objective": {"jump": 0.5}}, {"objective": {"jump": {"alpha": 0.3}}}
+    for ordered in (sources, sources[::-1]):
+        asked = recipes.layer(TrainSettings, *ordered)
+        assert resolved(asked).objective.terms == {"jump": {"weight": 0.5, "alpha": 0.3}}
+
+
+def test_a_weight_beside_options_of_one_source_is_refused():
+    given = ["objective.jump=0.5", "objective.jump.alpha=0.3"]
+    for ordered in (given, given[::-1]):
+        with refused("objective.jump=0.5 and objective.jump.alpha exclude each other. Give keys inside objective.jump"):
+            recipes.assignments(ordered)
 
 
 @pytest.mark.parametrize(("name", "term"), [("jreg-170m", "jump"), ("cr-12l", "coherence")])

@@ -222,7 +222,7 @@ def dump(settings: TrainSettings) -> str:
 
 
 def saved_settings(folder: Path) -> TrainSettings:
-    """Read the settings of the run in a folder.
+    """Read the settings of the run in a folder, without those that have no effect (earlier versions took them).
 
     Raises:
         FulldepthError: if the file cannot be read or holds no such settings; the message names the file.
@@ -230,7 +230,7 @@ def saved_settings(folder: Path) -> TrainSettings:
     path = folder / SETTINGS
     try:
         with reading(path):
-            return layer(TrainSettings, read(path, "train"))
+            return layer(TrainSettings, read(path, "train"), left_out=[])
     except FulldepthError as error:
         words = "\n".join(one_line(line, 200) for line in str(error).splitlines()[:4])
         if str(path) not in words:
