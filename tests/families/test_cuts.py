@@ -31,7 +31,7 @@ CASES = {
     "laguna": {"num_attention_heads_per_layer": [4, 2, 4, 2, 2, 4]},
     "ernie4_5_moe": {"moe_layer_start_index": 2, "moe_layer_end_index": 4},
     "deepseek_v3": {"first_k_dense_replace": 3},
-    "rwkv": {"rescale_every": 0},  # else layer 6 halves the stream, and the model is refused
+    "rwkv": {"rescale_every": 0},  # as `load_checkpoint` sets it; see tests/hf/test_halving.py
     "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse", "dense"]},
 }
 """Model type -> entries of its configuration, some of them by layer."""
