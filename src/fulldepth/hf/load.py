@@ -219,6 +219,8 @@ def load_checkpoint(
             "The checkpoint is incomplete, or its config.json names another class."
         )
     set_aside(model)
+    if model.dtype == torch.float64:  # the fused products of experts have no float64
+        model.set_experts_implementation("eager")
     warnings = tuple(text for text in (state_ties(model), stop_halving(model)) if text is not None)
     if unused := sorted(info["unexpected_keys"]):
         first = one_line(unused[0], 200)

@@ -424,11 +424,10 @@ def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, po
         raise FulldepthError(
             f"A {config.model_type} reads the tokens that it should predict. Set model.is_decoder=true."
         )
-    image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    image = getattr(config, "image_size", None)
+    patch = getattr(config, "patch_size", None)
     if isinstance(image, int) and isinstance(patch, int) and image < patch:
-        raise FulldepthError(
-            f"Images of {image} pixels (model.image_size) hold no patch of {patch} (model.patch_size)."
-        )
+        raise FulldepthError(f"model.image_size is {image}. Expected at least model.patch_size, which is {patch}.")
     text = config.get_text_config()  # differs from `config` for models that also read images
     embeddings = getattr(text, "vocab_size", None)
     if vocab_size is not None and embeddings is not None and embeddings < vocab_size:
