@@ -158,3 +158,18 @@ def test_generation_from_the_command_line(trained, main, tmp_path):
         lens(trained, TEXT * 200, generate=3)
     with refused("Text 2 is blank"):
         lens(trained, [TEXT, " "])
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (None, "is empty .null.. Expected a text"),
+        (5, "is of type int. Expected a text"),
+        (["a", 5], "2 is of type int"),
+    ],
+)
+def test_something_else_than_texts_is_refused(given, reason):
+    with refused(f"Text {reason}"):
+        fulldepth.lens("nowhere", given)
+    with refused(f"Prompt {reason}"):
+        fulldepth.exit.generate_texts("nowhere", given)

@@ -39,6 +39,7 @@ from fulldepth.hf import (
     save_exit_heads,
     sealed_checkpoints,
     settle_checkpoints,
+    silent,
 )
 from fulldepth.hf.checkpoint_folder import (
     check_disk_space,
@@ -398,7 +399,7 @@ def export_run(
     if step is None and (remark := incomplete_checkpoints(run)) is not None:
         watcher.say(remark)
     watcher.say(f"Exporting {checkpoint}")
-    with folder_to_be(target) as part:
+    with folder_to_be(target) as part, silent():
         weights_anew = WEIGHT_FILES if dtype is not None or stock else ()
         left_out = shutil.ignore_patterns(*NOT_THE_MODEL, *weights_anew, *(("*.py",) if stock else ()))
         shutil.copytree(checkpoint, part, ignore=left_out, dirs_exist_ok=True)
