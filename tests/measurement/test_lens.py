@@ -12,6 +12,7 @@ import transformers as tf
 from numpy.testing import assert_allclose
 
 from fulldepth.core.progress import Watcher
+from fulldepth.exit import generate_texts
 from fulldepth.measurement import lens, measure
 from fulldepth.results import PAGE, Results
 from measurement import oracle
@@ -170,6 +171,6 @@ def test_generation_from_the_command_line(trained, main, tmp_path):
 )
 def test_something_else_than_texts_is_refused(given, reason):
     with refused(f"Text {reason}"):
-        fulldepth.lens("nowhere", given)
+        lens("nowhere", given)
     with refused(f"Prompt {reason}"):
-        fulldepth.exit.generate_texts("nowhere", given)
+        generate_texts("nowhere", given)
