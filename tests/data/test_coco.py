@@ -104,6 +104,7 @@ BAD = [
     ({"images": [], "annotations": []}, "no images"),
     ("caf\u00e9".encode("latin-1"), "not valid JSON"),
     (b"[]", "not in COCO's format"),
+    (b'[{"text": "a"}]', "Rows of other data belong into a .jsonl file, one object on a line"),
 ]
 
 

@@ -202,6 +202,7 @@ def chat(*contents):
 
 REFUSED = [
     ([], {}, "rows"),
+    ([{"image": "a.png", "text": "w1 w2"}] * 2, {}, "rows row 1 holds an image ('image'), and `skip` reads text alone"),
     (["", " "], {}, "texts"),
     (["w1 w2 w3"], {}, "texts"),
     ([PAIRS[0]], {}, "rows"),

@@ -13,6 +13,7 @@ from families import zoo
 from fulldepth.execution.flops import (
     Shape,
     Variant,
+    attends,
     attention_width,
     costs_of,
     forward_flops,
@@ -20,17 +21,25 @@ from fulldepth.execution.flops import (
     weight_products,
 )
 from fulldepth.execution.verify import prove
+from fulldepth.hf import Block
 
 BATCH, TIME = 2, 12
 
 
-EXPERTS = ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text"]
-"""Experts on top of a router, beside a shared one, in some layers only, and on every token."""
+EXPERTS = {
+    "qwen3_moe": {},
+    "mixtral": {"sliding_window": 64},
+    "gpt_oss": {"sliding_window": 64},
+    "glm4_moe": {},
+    "llama4_text": {},
+}
+"""Experts on top of a router, beside a shared one, in some layers only, and on every token. No window is shorter than
+the sequence: torch counts what eager attention masks, too."""
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", *EXPERTS])
 def test_both_counts_are_those_of_torch(name):
-    model = zoo.build(name, "causal-lm") if name in EXPERTS else tm.build(name)
+    model = zoo.build(name, "causal-lm", **EXPERTS[name]) if name in EXPERTS else tm.build(name)
     model.set_attn_implementation("eager")
     model.config._experts_implementation = "eager"  # torch counts no grouped product
     ids = tm.token_ids(BATCH, TIME)
@@ -67,6 +76,27 @@ def test_keys_are_those_that_get_attention(name):
     assert len(keys) == model.config.num_hidden_layers
     assert min(keys) < (TIME + 1) / 2
     assert forward_flops(model, TIME).attention == pytest.approx(4 * attention_width(model.config) * sum(seen))
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "llama4_text"])
+@pytest.mark.parametrize("variant", [Variant(), Variant({Block(1, "attention")})])
+def test_a_search_counts_the_keys_of_a_window(name, variant):
+    model = zoo.build(name, "causal-lm", **WINDOWS[name])
+    wide = zoo.build(name, "causal-lm", **{key: 64 for key in WINDOWS[name]})
+    model.set_attn_implementation("eager")
+    ids = tm.token_ids(1, TIME)
+    with torch.no_grad():
+        weights = model(input_ids=ids, output_attentions=True, use_cache=False).attentions
+    pairs = [int((layer[0, 0] > 0).sum()) for layer in weights]
+    shares = [seen / (TIME * (TIME + 1) / 2) for seen in pairs]
+    missing = sum(1 - share for layer, share in enumerate(shares, start=1) if attends(variant, layer))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    windowed, whole = (costs_of(*prove(each, batch), "attention") for each in (model, wide))
+    shape = Shape(1, TIME, 3)
+    saved = TIME * TIME * 4 * attention_width(model.config) * missing
+    assert saved > 0
+    assert whole.whole(variant, shape) - windowed.whole(variant, shape) == pytest.approx(saved)
+    assert whole.training(variant, shape) - windowed.training(variant, shape) == pytest.approx(3 * saved)
 
 
 def test_parts_that_an_export_lacks_cannot_be_removed_again():

@@ -22,16 +22,21 @@ from refusals import refused
 pytestmark = pytest.mark.filterwarnings("ignore")
 DEPTH = 6
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
-ONE_LENGTH = ("gpt_neo", "lfm2_moe", "qwen4_exp_text", "zamba", "zamba2")
+ONE_LENGTH = ("gpt_neo", "granitemoehybrid", "lfm2_moe", "lfm3", "nemotron_h", "qwen4_exp_text", "zamba", "zamba2")
 """Types whose configuration in the zoo is for three layers."""
+HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 3}
 CASES = {
     **{name: {} for name in verdicts.LISTS["causal-lm"]},
     "gemma4_text": {"hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"] * 3},
     "qwen3_moe": {"mlp_only_layers": [1, 4], "decoder_sparse_step": 1},
     "laguna": {"num_attention_heads_per_layer": [4, 2, 4, 2, 2, 4]},
     "ernie4_5_moe": {"moe_layer_start_index": 2, "moe_layer_end_index": 4},
+    "kimi_linear": HYBRID,
+    "qwen3_next": HYBRID,
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": HYBRID,
     "deepseek_v3": {"first_k_dense_replace": 3},
-    "rwkv": {"rescale_every": 0},  # else layer 6 halves the stream, and the model is refused
+    "rwkv": {"rescale_every": 0},  # as `load_checkpoint` sets it; see tests/hf/test_halving.py
     "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse", "dense"]},
 }
 """Model type -> entries of its configuration, some of them by layer."""

@@ -236,6 +236,10 @@ the reason is the one that `fulldepth measure` prints. The column *branches* say
 one by one, the column *cut* whether the first layers are a model of the same class (`fulldepth exit export`). *Not
 tested*: no tiny model can be built; such a model is tried when it is loaded, as every other.
 
+The models have two to four layers. RWKV halves its stream after every `rescale_every` (six) layers: loaded from a
+folder it is measured and cut at any depth, with `rescale_every=0` and the same logits; in memory it is refused unless
+it was loaded so.
+
 {{counts}}
 
 Made by `python tests/families/verdicts.py`; a test holds every row.

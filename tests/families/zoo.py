@@ -47,6 +47,8 @@ TIED_HEADS = {"head_dim": 8}
 TIED_EMBEDDINGS = {"embedding_size": 32}
 """Of types whose embeddings are as wide as their blocks, or whose channels are counted in groups of 32."""
 SWIN = {"image_size": 64, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+# Of hybrids one of the first two layers attends: without such a layer their classes fail with a cache.
+HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 SPECIAL = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), LATENT),
     **dict.fromkeys(("axk1", "axk2", "mistral4", "deepseek_v32", "glm_moe_dsa"), LATENT),
@@ -57,10 +59,19 @@ SPECIAL = {
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]]},
     "mamba2": {"head_dim": 16},
+    "qwen3_next": HYBRID,
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": HYBRID,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention", "recurrent"]},
+    "bamba": {"attn_layer_indices": [1]},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
+    "lfm3": {"layer_types": ["conv", "full_attention", "conv"]},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe"]},
     "zaya": {"num_experts_per_tok": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
-    "kimi_linear": {**LATENT, **EXPERTS, "linear_head_dim": 8, "linear_num_heads": 4},
-    "bailing_hybrid": {**LATENT, **EXPERTS, "head_dim": 8, "topk_group": 1, "n_group": 1},
+    "kimi_linear": {**HYBRID, **LATENT, **EXPERTS, "linear_head_dim": 8, "linear_num_heads": 4},
+    "bailing_hybrid": {**LATENT, **EXPERTS, "head_dim": 8, "topk_group": 1, "n_group": 1, "layer_group_size": 2},
     "longcat_flash": {**LATENT, "head_dim": 8, "zero_expert_num": 2, "expert_ffn_hidden_size": 16},
     "dbrx": {
         "attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0},

@@ -150,3 +150,11 @@ def test_the_first_broken_weight_is_named(bad):
     model.model.layers[1].mlp.up_proj.weight.data[3, 4:6] = torch.tensor([bad, -bad])
     model.lm_head.weight.data[0, 0] = bad
     assert first_broken_weight(model) == "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_model_without_layers_is_refused():
+    config = tf.LlamaConfig(
+        vocab_size=16, hidden_size=8, num_attention_heads=2, intermediate_size=8, num_hidden_layers=0
+    )
+    with refused("This LlamaForCausalLM has no layers: layers is empty"):
+        anatomy_candidates(tf.LlamaForCausalLM(config))

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 import gguf_files
 import tiny_models
+from families import zoo
 from fulldepth.hf import Checkpoint, available_memory, load_checkpoint, load_processor, load_tokenizer, pick_dtype
 from fulldepth.hf import file_checks as module
 from json_files import change_json
@@ -43,6 +44,16 @@ def test_precision_is_the_checkpoints_own_unless_asked(tmp_path):
         given = torch.bfloat16 if asked in ("auto", None) else pick_dtype(asked)
         assert {p.dtype for p in loaded.parameters()} == {given}
         assert torch.equal(loaded.transformer.ln_f.weight, model.transformer.ln_f.weight.to(given))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_next", "llama"])
+def test_a_mixture_computes_in_float64(model_type, tmp_path):
+    zoo.build(model_type, "causal-lm").save_pretrained(tmp_path)
+    ids = tiny_models.token_ids(1, 8)
+    with torch.no_grad():
+        exact, single = (load_checkpoint(tmp_path, dtype=d).model(input_ids=ids).logits for d in ("float64", "float32"))
+    assert exact.dtype == torch.float64
+    assert_close(exact, single.double(), rtol=1e-3, atol=1e-4 * float(exact.abs().max()))
 
 
 def test_weights_that_nothing_uses_are_told_of_without_a_word_of_the_library(broken, capfd):

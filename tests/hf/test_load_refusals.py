@@ -305,3 +305,11 @@ def test_rules_of_a_tokenizer_that_would_exhaust_memory(tmp_path, part):
     train_tokenizer(builtin_texts("heldout")[:1], vocab_size=300).save_pretrained(tmp_path)
     entries("tokenizer.json", **part)(tmp_path)
     refuses(load_tokenizer, tmp_path, "tokenizer.json", "characters of one")
+
+
+def test_a_folder_without_a_tokenizer_is_refused_by_what_is_missing(tmp_path):
+    """transformers would ask for sentencepiece or tiktoken."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "rows.jsonl").write_text("")
+    with refused("holds no tokenizer; expected tokenizer.json"):
+        load_tokenizer(tmp_path)

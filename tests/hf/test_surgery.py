@@ -58,6 +58,22 @@ def without_blocks(model, layers):
     return other
 
 
+@torch.no_grad()
+def test_layers_of_a_hybrid_are_skipped_whatever_their_attention_is_called():
+    model = zoo.build("qwen3_next", "causal-lm")  # linear, full, linear attention
+    anatomy = find_anatomy(model)
+    assert anatomy.family.attention == "linear_attn|self_attn"
+    inputs = zoo.inputs(model, seed=1)
+    for layers, matrices in (([2], ["self_attn.o_proj"]), ([1, 2], ["linear_attn.out_proj", "self_attn.o_proj"])):
+        with skipping(anatomy, layers, "attention"):
+            actual = logits_of(model, **inputs)
+        other = copy.deepcopy(model)
+        for layer, matrix in zip(layers, matrices, strict=True):
+            other.model.layers[layer - 1].get_submodule(matrix).weight.zero_()
+        assert_close(actual, logits_of(other, **inputs))
+        assert not torch.equal(actual, logits_of(model, **inputs))
+
+
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_a_skipped_branch_is_a_zeroed_matrix_and_a_skipped_layer_a_missing_block(name):
     model, stock = tm.build(name), tm.build(name)

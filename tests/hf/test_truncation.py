@@ -69,6 +69,11 @@ def skipped(layer):
         ),
         (lambda: tiny_models.build("detr"), 2, "encoder-decoder"),
         (lambda: skipped(2), 2, "replaced"),
+        (
+            lambda: zoo.build("jamba", "causal-lm"),
+            1,
+            "class fails with them alone .`get_seq_length` can only",
+        ),
         (lambda: zoo.build("albert", "masked-lm", num_hidden_layers=8, num_hidden_groups=2), 5, "multiple of it"),
     ],
 )

@@ -12,6 +12,7 @@ import transformers as tf
 from numpy.testing import assert_allclose
 
 from fulldepth.core.progress import Watcher
+from fulldepth.exit import generate_texts
 from fulldepth.measurement import lens, measure
 from fulldepth.results import PAGE, Results
 from measurement import oracle
@@ -163,3 +164,18 @@ def test_generation_from_the_command_line(trained, main, tmp_path):
         lens(roberta(), words(*range(1, 21)), generate=14, tokenizer=word_tokenizer())
     with refused("Text 2 is blank"):
         lens(trained, [TEXT, " "])
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (None, "is empty .null.. Expected a text"),
+        (5, "is of type int. Expected a text"),
+        (["a", 5], "2 is of type int"),
+    ],
+)
+def test_something_else_than_texts_is_refused(given, reason):
+    with refused(f"Text {reason}"):
+        lens("nowhere", given)
+    with refused(f"Prompt {reason}"):
+        generate_texts("nowhere", given)

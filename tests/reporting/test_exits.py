@@ -38,14 +38,26 @@ def story(results):
 
 def test_quality_against_speed_up_is_the_document():
     """Timed: `plotted.json.gz`."""
-    for change in ({"measured_speedup": None}, {"timing": "busy"}, {"timing": "few-rounds"}):
+    for change, reason in (
+        ({"measured_speedup": None}, "nothing was timed"),
+        ({"timing": "busy"}, "the machine was busy when it was timed"),
+        ({"timing": "few-rounds"}, "it was timed in too few rounds"),
+    ):
         results = folders.classifier_exit()
         for entry in results.meta["exits"]:
             entry |= change
         untimed = trace(drawn := results.figures()["exit_tradeoff"], "confidence")
         assert list(untimed.x) == [entry["theoretical_speedup"] for entry in reported(results, "confidence")]
         assert {how for _, how, _ in untimed.customdata} == {"in theory"}
-        assert "nothing was timed" in drawn.layout.title.subtitle.text
+        assert drawn.layout.title.subtitle.text.endswith(f"In theory, by layers: {reason}")
+
+
+def test_a_point_that_was_timed_on_a_busy_machine_is_named_beside_measured_ones():
+    results = folders.classifier_exit()
+    assert results.figures()["exit_tradeoff"].layout.title.subtitle.text.endswith("Measured in time")
+    results.meta["exits"][-1]["timing"] = "busy"
+    subtitle = results.figures()["exit_tradeoff"].layout.title.subtitle.text
+    assert subtitle.endswith("Measured in time; in theory where the machine was busy when it was timed")
 
 
 def test_the_histogram_is_the_counts():

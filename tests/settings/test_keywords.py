@@ -96,7 +96,9 @@ def test_what_settings_apply_to_are_settings_or_parameters_with_such_values():
                 owner = kind.model_fields[outer[0]].annotation if outer else kind
                 assert last in owner.model_fields, path
             for name, values in entry.beside.items():
-                field = kind.model_fields.get(name)
+                *outer, last = name.split(".")
+                owner = kind.model_fields[outer[0]].annotation if outer else kind
+                field = owner.model_fields.get(last)
                 assert field is not None or name in parameters, f"{kind}: {name}"
                 if field is not None and values:
                     TypeAdapter(list[field.annotation]).validate_python(list(values))

@@ -400,12 +400,26 @@ def test_tasks_that_cannot_run_are_refused_before_the_refit_and_readings_and_war
     with monkeypatch.context() as patched, refused("The disk is full"):
         patched.setattr(module, "_heal", full_disk)
         heal_into(plan, model, data(), tmp_path / "healed", task_data=[str(folders[1])], **options)
-    assert (tmp_path / "healed-work" / "tasks-original" / "results.json").is_file()
+    stored = tmp_path / "healed-work" / "tasks-original" / "results.json"
+    assert stored.is_file()
+    with monkeypatch.context() as patched, refused("The disk is full"):  # other tasks are read anew
+        patched.setattr(module, "_heal", full_disk)
+        heal_into(plan, model, data(), tmp_path / "healed", task_data=[str(folders[1])], task_limit=1, **options)
+    assert read_json(stored)["settings"]["limit"] == 1
     results = heal_into(plan, model, data(), tmp_path / "healed", task_data=[str(folders[1])], **options)
     assert not (tmp_path / "healed-work").exists()
     assert [text for text in results.meta["warnings"] if "did not fit in the model's positions" in text] == [
         "Tasks: 1 request of lambada_local did not fit in the model's positions; beginnings were cut, as lm-eval does."
     ]
+
+
+def test_a_tokenizer_of_the_search_that_is_gone_is_named_with_the_option(tmp_path):
+    model = small_world.model()
+    plan = planned.plan(model, [2], "attention", None)
+    plan = plan.changed(data={**plan.data, "tokenizer": str(tmp_path / "gone")})
+    with refused(r"with the tokenizer \S+gone, which cannot be opened. Name its place with --tokenizer. No"):
+        heal_into(plan, model, data(), tmp_path / "healed", steps=0, progress=False)
+    heal_into(plan, model, data(), tmp_path / "healed", steps=0, tokenizer=small_world.tokenizer(), progress=False)
 
 
 def test_warnings_of_tasks_name_the_model_unless_both_have_them():

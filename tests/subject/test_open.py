@@ -48,6 +48,7 @@ def test_what_the_model_does_not_read_is_refused():
         ("bert", {"language"}, "is no causal language model: it does not predict the next token"),
         ("vit", {"language"}, "is no causal language model: it does not predict the next token"),
         ("bert-bare", {"targets"}, "predicts neither tokens nor a class"),
+        ("detr", {"targets"}, "is an encoder-decoder; early exit takes a language model of one stack"),
         ("llama", {"tokenizer"}, "needs its tokenizer"),
     ],
 )

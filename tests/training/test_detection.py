@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoImageProcessor, DetrForObjectDetection
+from transformers import AutoImageProcessor, CLIPImageProcessorPil, DetrForObjectDetection, DetrImageProcessorPil
 
 from drawn_shapes import draw, shapes, write_shapes
 from fulldepth import measure
@@ -115,3 +115,21 @@ def test_the_papers_detector_has_its_size():
     paper = recipes.layer(TrainSettings, recipes.read("detr-coco", "train"))
     config = build_config(paper.model, task="detection", classes=[f"class {index}" for index in range(91)])
     assert round(meta_model(config, "detection").num_parameters() / 1e6) in (41, 42)
+
+
+def test_a_run_from_scratch_reads_images_by_the_named_processor(tmp_path):
+    size = {"shortest_edge": 24, "longest_edge": 40}
+    named = DetrImageProcessorPil(size=size, image_mean=[0.1, 0.2, 0.3], do_convert_annotations=True)
+    named.save_pretrained(tmp_path / "processor")
+    changes = {"processor": str(tmp_path / "processor"), "data": {"image_size": None}, "steps": 1}
+    train(settings(**changes), tmp_path / "run")
+    saved = AutoImageProcessor.from_pretrained(tmp_path / "run" / "checkpoint-1")
+    assert (dict(saved.size), [*saved.image_mean]) == (size, [0.1, 0.2, 0.3])
+
+
+def test_a_processor_beside_a_size_or_one_that_crops_is_refused(tmp_path):
+    with refused("processor=somewhere and data.image_size=32 both state the size of images"):
+        settings(processor="somewhere")
+    CLIPImageProcessorPil().save_pretrained(tmp_path / "crops")
+    with refused(r"a CLIPImageProcessor\w*, crops images .do_center_crop., and boxes would not follow"):
+        train(settings(processor=str(tmp_path / "crops"), data={"image_size": None}), tmp_path / "run")

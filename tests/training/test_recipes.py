@@ -227,9 +227,37 @@ def test_an_option_keeps_the_methods_other_options(given, expected, start, tmp_p
     assert resolved(asked).objective.terms == {"aligned": preset | expected}
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_hidden_layers": 0}, "model.num_hidden_layers is 0. Expected at least 1"),
+        ({"num_attention_heads": -2}, "model.num_attention_heads is -2. Expected at least 1"),
+        ({"type": "gpt2", "n_layer": 0}, "model.n_layer is 0. Expected at least 1"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_by_name(change, reason):
+    asked = recipes.layer(TrainSettings, {"model": {"vocab_size": 32} | change})
+    with refused(reason):
+        dry_run_lines(asked)
+
+
+def test_images_smaller_than_a_patch_are_refused():
+    with refused("model.image_size is 1. Expected at least model.patch_size, which is 2"):
+        dry_run_lines(recipes.layer(TrainSettings, recipes.read("tiny-vit", "train"), {"model": {"image_size": 1}}))
+
+
 def test_options_of_a_later_source_keep_the_weight_of_an_earlier_one():
-    asked = recipes.layer(TrainSettings, {"objective": {"jump": 0.5}}, {"objective": {"jump": {"alpha": 0.3}}})
-    assert resolved(asked).objective.terms == {"jump": {"weight": 0.5, "alpha": 0.3}}
+    sources = {"objective": {"jump": 0.5}}, {"objective": {"jump": {"alpha": 0.3}}}
+    for ordered in (sources, sources[::-1]):
+        asked = recipes.layer(TrainSettings, *ordered)
+        assert resolved(asked).objective.terms == {"jump": {"weight": 0.5, "alpha": 0.3}}
+
+
+def test_a_weight_beside_options_of_one_source_is_refused():
+    given = ["objective.jump=0.5", "objective.jump.alpha=0.3"]
+    for ordered in (given, given[::-1]):
+        with refused("objective.jump=0.5 and objective.jump.alpha exclude each other. Give keys inside objective.jump"):
+            recipes.assignments(ordered)
 
 
 @pytest.mark.parametrize(("name", "term"), [("jreg-170m", "jump"), ("cr-12l", "coherence")])

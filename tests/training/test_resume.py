@@ -255,3 +255,29 @@ def test_checkpoints_that_do_not_fit_are_refused_before_the_first_step(keep, cou
             train(chosen, again, resume=True)
         usage.free = one
         train(chosen, again, resume=True)
+
+
+def test_a_run_with_a_setting_without_effect_resumes(recipe, tmp_path):
+    """Earlier versions took such settings, and wrote them into the run folder."""
+    path = recipe(**SHORT)
+    whole = tmp_path / "whole"
+    train_by(path, whole)
+    cut = interrupted(whole, 2, tmp_path / "cut")
+    written = cut / "settings.yaml"
+    written.write_text(
+        written.read_text().replace("log_every: 10", "log_every: 3").replace("alpha: null", "alpha: 4.0")
+    )
+    with refused("log_every has no effect without report_to"):
+        settings(written)
+    heard = []
+    train(written, cut, resume=True, watcher=Watcher(say=heard.append))
+    assert same(whole, cut, step=2)
+    notes = (
+        "log_every has no effect without report_to. It is left out.",
+        "lora.alpha has no effect without lora.rank.",
+    )
+    assert all(any(line.startswith(note) for line in heard) for note in notes)
+    contradiction = written.read_text().replace("warmup: 0.0", "warmup: 0.5")
+    written.write_text(contradiction)
+    with refused("both state the warm-up's length"):
+        train(written, cut, resume=True)

@@ -148,10 +148,12 @@ def test_switches_of_another_type_are_refused_before_a_tokenizer_is_trained(reci
         train_by(path, tmp_path / "run")
 
 
-def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):
+def test_an_exported_model_loads_in_its_precision(recipe, tmp_path, capfd):
     train_by(recipe(steps=2, eval_every=2, save_every=1), tmp_path / "run")
     for dtype in (None, "bfloat16"):
-        made = export_run(tmp_path / "run", tmp_path / str(dtype), step=1, dtype=dtype)
+        capfd.readouterr()
+        made = export_run(tmp_path / "run", tmp_path / str(dtype), step=1, dtype=dtype, progress=False)
+        assert "".join(capfd.readouterr()) == ""  # no bars of the library
         model = AutoModelForCausalLM.from_pretrained(made)
         assert model.dtype == (torch.bfloat16 if dtype else torch.float32)
         AutoTokenizer.from_pretrained(made)

@@ -107,7 +107,10 @@ def command(
                 assigned = [*(values.pop("changes", None) or []), *(values.pop("assigned") or [])]
                 changes = merge(option_values, at_home(assignments(assigned)))
                 recipe = read(values["recipe"], recipes or "") if values.get("recipe") else {}
-                values["settings"] = layer(settings, recipe, changes)
+                left_out: list[str] | None = [] if values.get("resume") else None
+                values["settings"] = layer(settings, recipe, changes, left_out=left_out)
+                for sentence in left_out or []:
+                    typer.echo(sentence, err=True)
             with console.json_on_stdout() if as_json else nullcontext():
                 function(**{key: value for key, value in values.items() if key in accepted})
 

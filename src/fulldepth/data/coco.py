@@ -120,7 +120,7 @@ def coco_rows(path: Path, *, skip_bad: bool = False) -> tuple[list[dict[str, Any
     if not isinstance(content, dict) or not all(isinstance(content.get(key), list) for key in LISTS):
         raise FulldepthError(
             f"{path} is not in COCO's format for detection: expected an object with the lists images, annotations and "
-            "categories."
+            "categories. Rows of other data belong into a .jsonl file, one object on a line."
         )
     reader = _CocoReader(path)
     bad = Counter[str]()

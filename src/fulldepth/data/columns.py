@@ -140,6 +140,27 @@ def clean_text(text: str) -> str:
     return SURROGATES.sub("\ufffd", text)
 
 
+def list_of_texts(given: Any, name: str) -> list[str]:
+    """One text or several as a list.
+
+    Args:
+        given: the argument of a caller.
+        name: what it is, for the message.
+
+    Raises:
+        FulldepthError: if it is neither a text nor a list of texts.
+    """
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise FulldepthError(f"{name} is {type_of_cell(given)}. Expected a text or a list of texts.")
+    texts = list(given)
+    for number, text in enumerate(texts, start=1):
+        if not isinstance(text, str):
+            raise FulldepthError(f"{name} {number} is {type_of_cell(text)}, expected text.")
+    return texts
+
+
 def type_of_cell(value: Any) -> str:
     """Kind of a cell's value, for a message."""
     return "empty (null)" if value is None else f"of type {type(value).__name__}"

@@ -236,6 +236,11 @@ def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit:
                 advice="Pairs to search with are never cut: leave them out, or shorten them.",
             )
             return _Part(opened.name, PAIRS, "row", examples)
+        if columns.kind == "images":
+            raise FulldepthError(
+                f"{where} holds an image ({columns.first!r}), and `skip` reads text alone, also of models that read "
+                f"images. Give rows without that column, with {EXPECTED}."
+            )
         if columns.kind != "text" or columns.second is not None:
             raise FulldepthError(
                 f"{where} has none of the columns to search with. Got: {names_of(row)}. Expected: {EXPECTED}."

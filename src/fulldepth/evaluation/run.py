@@ -37,6 +37,10 @@ from fulldepth.subject import Subject
 KIND = "evaluation"
 
 
+class OtherResultsError(FulldepthError):
+    """The error for a folder that holds the results of another evaluation than the one that would resume there."""
+
+
 @takes_settings(EvaluateSettings, positional={"tasks": 1})
 def evaluate(
     model: str | Path | PreTrainedModel,
@@ -110,7 +114,7 @@ def evaluate(
         if folder is not None and resume and not overwrite and (folder / DOCUMENT).exists():
             results = Results.load(folder)
             if results.meta.get("fingerprint") != fingerprint:
-                raise FulldepthError(
+                raise OtherResultsError(
                     f"{folder} holds results of another model, other tasks (or other content of their files), other "
                     "settings, or another version of fulldepth or lm-eval. Choose another --output, or replace "
                     "them with --overwrite."

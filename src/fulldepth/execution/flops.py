@@ -95,34 +95,65 @@ def attention_width(config: PreTrainedConfig, attention: nn.Module | None = None
     return heads * channels
 
 
-def visible_keys(config: PreTrainedConfig, sequence_length: int) -> list[float]:
-    """Keys that a token sees in each layer of a causal model, averaged over the positions of a sequence.
+class Span(NamedTuple):
+    """Which earlier tokens a causal layer sees: all, those of a sliding window, those of its chunk, or none."""
 
-    At position t (from 1) it sees t keys, with a sliding window of W at most W, and in chunks of C those of its chunk,
-    (t - 1) mod C + 1. Layers without keys (linear attention, convolutions, experts alone) have 0.
+    kind: str = "all"
+    """`all`, `window`, `chunk` or `none` (linear attention, convolutions, experts alone)."""
+    size: int = 0
+    """Tokens of the window or of a chunk."""
+
+    def keys(self, sequence_length: int) -> float:
+        """Keys that a token sees, averaged over the positions of a sequence of this length."""
+        if self.kind == "none":
+            return 0.0
+        if self.kind == "chunk":
+            whole, rest = divmod(sequence_length, self.size)
+            total = whole * _triangle(self.size) + _triangle(rest)
+        else:
+            first = sequence_length if self.kind == "all" else min(self.size, sequence_length)
+            total = _triangle(first) + (sequence_length - first) * first
+        return total / sequence_length
+
+    def share(self, sequence_length: int) -> float:
+        """The same as a share of the keys that a token sees in a layer that sees all."""
+        return self.keys(sequence_length) / Span().keys(sequence_length)
+
+
+def _triangle(positions: int) -> float:
+    return positions * (positions + 1) / 2
+
+
+def attention_spans(config: PreTrainedConfig) -> list[Span]:
+    """What each layer of a causal model sees.
 
     Args:
         config: its `layer_types` state the kind of each layer. Without them all layers have its window, or its chunks,
             if it has any, as in transformers. Kinds that select keys by their content count as full attention.
+    """
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    sliding = Span("window", window) if window else Span()
+    chunked = Span("chunk", chunk) if chunk else Span()
+    of_kind = {"sliding_attention": sliding, "hybrid_sliding": sliding, "chunked_attention": chunked}
+    of_kind |= dict.fromkeys(("linear_attention", "mamba", "conv", "moe"), Span("none"))
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return [of_kind.get(kind, Span()) for kind in kinds]
+    return [sliding if window else chunked] * config.num_hidden_layers
+
+
+def visible_keys(config: PreTrainedConfig, sequence_length: int) -> list[float]:
+    """Keys that a token sees in each layer of a causal model, averaged over the positions of a sequence.
+
+    At position t (from 1) it sees t keys, with a sliding window of W at most W, and in chunks of C those of its chunk,
+    (t - 1) mod C + 1. Layers without keys have 0.
+
+    Args:
+        config: as for `attention_spans`.
         sequence_length: T.
     """
-
-    def triangle(positions: int) -> float:
-        return positions * (positions + 1) / 2
-
-    window = getattr(config, "sliding_window", None) or sequence_length
-    chunk = getattr(config, "attention_chunk_size", None) or sequence_length
-    first = min(window, sequence_length)
-    whole, rest = divmod(sequence_length, chunk)
-    full = triangle(sequence_length)
-    sliding = triangle(first) + (sequence_length - first) * first
-    chunked = whole * triangle(chunk) + triangle(rest)
-    sums = {"sliding_attention": sliding, "hybrid_sliding": sliding, "chunked_attention": chunked}
-    sums |= dict.fromkeys(("linear_attention", "mamba", "conv", "moe"), 0.0)
-    uniform = sliding if window < sequence_length else chunked
-    kinds = getattr(config, "layer_types", None)
-    totals = [sums.get(kind, full) for kind in kinds] if kinds else [uniform] * config.num_hidden_layers
-    return [total / sequence_length for total in totals]
+    return [span.keys(sequence_length) for span in attention_spans(config)]
 
 
 @dataclass(frozen=True)
@@ -221,7 +252,8 @@ class Costs:
     attention: tuple[float, ...]
     """Per token, in the projections of each layer's attention: 2 * inputs * outputs each."""
     keys: tuple[float, ...]
-    """Per token and key, in each layer's attention: 4 H d_h."""
+    """Per token and key, in each layer's attention: 4 H d_h. A layer that sees all tokens has T keys, as in
+    `TokenFlops.attention_full`; one with a window or chunks the share of them that its `spans` state."""
     mlp: tuple[float, ...]
     """Per token, in all other products of each block: of experts, those that a token visits."""
     head: float
@@ -237,15 +269,22 @@ class Costs:
     """Whether removed branches are computed and their outputs set to zero (see `Switches`)."""
     whole_passes: bool = False
     """Whether every variant takes a forward pass of its own, because layers cannot be run one by one."""
+    spans: tuple[Span, ...] = ()
+    """What the attention of each layer sees; empty = all tokens."""
 
     @property
     def num_layers(self) -> int:
         """L, number of layers."""
         return len(self.mlp)
 
+    def products_of_keys(self, layer: int, length: int) -> float:
+        """Per token, scores and weighted values of one layer in sequences of this length."""
+        share = self.spans[layer - 1].share(length) if self.spans else 1.0
+        return self.keys[layer - 1] * length * share
+
     def block(self, layer: int, shape: Shape, removed: Collection[str] = ()) -> float:
         """One layer over a batch, without the removed parts (unless `zeroes`)."""
-        attention = self.attention[layer - 1] + self.keys[layer - 1] * shape.length
+        attention = self.attention[layer - 1] + self.products_of_keys(layer, shape.length)
         left = {"attention": attention, "mlp": self.mlp[layer - 1]}
         tokens = shape.batch * shape.length
         gone = () if self.zeroes else removed
@@ -290,7 +329,9 @@ class Costs:
         gradient checkpointing, the forward pass of the blocks counts once more.
         """
         head = shape.labelled * self.head
-        scores = shape.batch * shape.length**2 * sum(k for n, k in enumerate(self.keys, start=1) if attends(variant, n))
+        attending = [layer for layer in range(1, self.num_layers + 1) if attends(variant, layer)]
+        of_token = sum(self.products_of_keys(layer, shape.length) for layer in attending)
+        scores = shape.batch * shape.length * of_token
         passes = 3 if self.checkpoints(shape, checkpointing) else 2
         return passes * (self.whole(variant, shape) - head) + scores + 3 * head
 
@@ -330,4 +371,11 @@ def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str, keep: C
     kinds = getattr(anatomy.config, "layer_types", None) or []
     full = frozenset(n for n, kind in enumerate(kinds, start=1) if kind == "full_attention")
     costs = tuple(attention), tuple(keys), tuple(mlp), head, kept_bytes
-    return Costs(granularity, *costs, tuple(sorted(removable)), full if len(full) < len(kinds) else frozenset())
+    spans = tuple(attention_spans(anatomy.config))
+    return Costs(
+        granularity,
+        *costs,
+        tuple(sorted(removable)),
+        full if len(full) < len(kinds) else frozenset(),
+        spans=spans if len(spans) == anatomy.num_layers else (),
+    )

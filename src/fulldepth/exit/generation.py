@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.data import decode_ids
+from fulldepth.data.columns import list_of_texts
 from fulldepth.data.conversations import encode_prompt
 from fulldepth.execution.decoding import Decoder, Generation, Options, Stats
 from fulldepth.execution.latency import machine
@@ -67,8 +68,10 @@ def generate_texts(
         FulldepthError: for an empty prompt, a prompt that exceeds the model's positions, a model that is no decoder or
             cannot be run layer by layer, layers out of range, and a folder that holds other results.
     """
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not prompts or any(not prompt.strip() for prompt in prompts):
+    prompts = list_of_texts(prompts, "Prompt")
+    if not prompts:
+        raise FulldepthError("There are no prompts to continue.")
+    if any(not prompt.strip() for prompt in prompts):
         raise FulldepthError("A prompt is empty; give some text to continue.")
     with ExitStack() as held:
         held.enter_context(claimed(output, overwrite))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, first_reason
-from fulldepth.hf.families import FUNCTIONS, Family, Head, rows_of
+from fulldepth.hf.families import FUNCTIONS, OR, Family, Head, rows_of
 from fulldepth.hf.finder import STACKS, body_of, find_families, refuse_other_inputs, unwrapped
 
 TASKS = {
@@ -156,8 +156,9 @@ class Anatomy:
         path = getattr(self.family, role)
         if path is None and role.endswith("_branch"):
             path = getattr(self.family, role.removesuffix("_branch"))
-        with suppress(AttributeError):
-            return None if path is None else self.blocks[layer - 1].get_submodule(path)
+        for name in () if path is None else path.split(OR):
+            with suppress(AttributeError):
+                return self.blocks[layer - 1].get_submodule(name)
         return None
 
     def has(self, role: str) -> bool:
@@ -390,12 +391,25 @@ def anatomy_candidates(
             f"{type(model).__name__} has no {wanted} in the place that is known for models of type "
             f"{model.config.model_type}; describe the anatomy in the settings (anatomy.blocks=PATH)."
         )
-    return [
+    candidates = [
         Anatomy(model, replace(row, design="pre"))
         if row.design_switch and getattr(model.config, row.design_switch, True) is False
         else Anatomy(model, row)
         for row in present
     ]
+    if all(map(_is_empty, candidates)):
+        raise FulldepthError(
+            f"This {type(model).__name__} has no layers: {candidates[0].family.blocks} is empty. Its configuration has "
+            "to state at least one."
+        )
+    return candidates
+
+
+def _is_empty(anatomy: Anatomy) -> bool:
+    """Return True if the list of blocks is there and holds none."""
+    with suppress(AttributeError):
+        return not len(anatomy.block_list)
+    return False
 
 
 def _located(model: PreTrainedModel, row: Family) -> Family | None:

@@ -12,6 +12,8 @@ from fulldepth.hf.anatomy import config_parts
 
 PLAIN = {"output_attentions": False, "output_hidden_states": False, "return_dict": True, "torchscript": False}
 """Entry -> value with which a model returns the outputs that commands read."""
+HALVING = "rescale_every"
+"""Entry of RWKV: layers after which its stream is halved in inference; 0 = never."""
 SET_ASIDE = "fulldepth_asked_outputs"
 """Attribute of a model that holds the values that were set aside."""
 Asked = dict[tuple[str, str], bool]
@@ -63,7 +65,7 @@ def restore_outputs(asked: Asked, folder: Path) -> list[str]:
 
 
 def check_outputs(model: PreTrainedModel) -> None:
-    """Refuse a model that was passed in and returns tuples, because its configuration would have to be changed.
+    """Refuse a model in memory whose configuration would have to change: it returns tuples, or halves its stream.
 
     Raises:
         FulldepthError: with the entry to set.
@@ -73,3 +75,35 @@ def check_outputs(model: PreTrainedModel) -> None:
             "The model's configuration has return_dict=False, so the model returns tuples without names. Set "
             "model.config.return_dict = True."
         )
+    if halves_stream(model):
+        raise FulldepthError(
+            f"This {type(model).__name__} halves its residual stream between layers ({HALVING}="
+            f"{getattr(model.config, HALVING)}), and its weights in the first forward pass. Give its folder or name, "
+            f"or load it with {type(model).__name__}.from_pretrained(NAME, {HALVING}=0), which gives the same logits."
+        )
+
+
+def halves_stream(model: PreTrainedModel) -> bool:
+    """Return True for an RWKV that halves the residual stream between its layers in inference (`rescale_every`)."""
+    every = getattr(model.config, HALVING, 0)
+    return isinstance(every, int) and 0 < every <= model.config.num_hidden_layers
+
+
+def stop_halving(model: PreTrainedModel) -> str | None:
+    """Make a model that was just loaded keep the scale of its residual stream, in place.
+
+    RWKV halves the stream, and the weights that write into it, after every `rescale_every` layers, against overflow in
+    float16. The stream is then no sum of branches, and what a layer computes depends on its number. All readers of the
+    stream normalise it, so that the logits are the same without.
+
+    Returns:
+        A warning, or None if the model does not halve.
+    """
+    if not halves_stream(model):
+        return None
+    every = getattr(model.config, HALVING)
+    setattr(model.config, HALVING, 0)
+    return (
+        f"The model halves its residual stream after every {every} layers in inference ({HALVING}={every}). This is "
+        f"switched off ({HALVING}=0), in exports too: the logits are the same, and the states are those of training."
+    )

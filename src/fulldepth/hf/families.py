@@ -78,9 +78,16 @@ class Head:
         return self.reads if self.pool == "inside" else self.pool
 
 
+OR = "|"
+"""Stands between the names of a module that has another one in other blocks of the same model (`Family`)."""
+
+
 @dataclass(frozen=True)
 class Family:
-    """The module names of one family of models, by role."""
+    """The module names of one family of models, by role.
+
+    Names from the block may be several, `linear_attn|self_attn`: in each block the first one that it has.
+    """
 
     name: str
     blocks: str

@@ -36,6 +36,8 @@ TOKENIZER_FILES = (
 """JSON files that loading a tokenizer reads."""
 TOKENIZER_TEXTS = ("vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja")
 """Other files that loading a tokenizer reads."""
+TOKENIZER_NAME = re.compile(r"tokenizer|vocab|merges|spiece|sentencepiece|bpe|\.(model|tiktoken)$")
+"""In the name of a file of a tokenizer of any class."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files that transformers reads image processors from."""
 
@@ -265,6 +267,8 @@ def check_tokenizer_files(where: str, revision: str | None = None) -> str | None
     """
     check_config(where, revision)
     model: Any = None
+    if is_folder(where) and not any(TOKENIZER_NAME.search(path.name) for path in Path(where).iterdir()):
+        raise FulldepthError(f"{where} holds no tokenizer; expected tokenizer.json, or the files of an older one.")
     for name in TOKENIZER_FILES:
         if path := locate(where, name, revision):
             content = _read_object(path, MOST_TOKENIZER_BYTES)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.hf.families import BERT, SKIPPED, Family, rows_of
+from fulldepth.hf.families import BERT, OR, SKIPPED, Family, rows_of
 
 ATTENTION = re.compile(r"attn|attention|mixer", re.I)
 MLP = re.compile(r"mlp|feed_?forward|ffn|^ff$|moe|dense_h_to_4h", re.I)
@@ -156,6 +156,15 @@ def body_of(model: PreTrainedModel) -> nn.Module:
     return model
 
 
+def _with_other_names(name: str | None, pattern: re.Pattern[str], blocks: nn.ModuleList) -> str | None:
+    """Return a name, and those that match in blocks without it: `linear_attn|self_attn` of a model that has both."""
+    names = [] if name is None else [name]
+    for children in (dict(block.named_children()) for block in blocks if name is not None):
+        if children.keys().isdisjoint(names):
+            names += [other for other in children if pattern.search(other) and not NORM.search(other)][:1]
+    return OR.join(names) or None
+
+
 def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse: bool) -> Iterator[Family]:
     """Yield the anatomies that the names in a block allow.
 
@@ -180,9 +189,9 @@ def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse:
     family = Family(
         f"found ({model.config.model_type})",
         blocks=path,
-        attention=attention,
-        mlp=mlp,
-        mlp_branch=mlp_branch,
+        attention=_with_other_names(attention, ATTENTION, blocks),
+        mlp=_with_other_names(mlp, MLP, blocks),
+        mlp_branch=_with_other_names(mlp_branch, MLP, blocks),
         value=value,
         branch_scale="residual_multiplier" if hasattr(model.config, "residual_multiplier") else None,
     )

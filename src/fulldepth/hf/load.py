@@ -27,7 +27,7 @@ from fulldepth.core.errors import FulldepthError, is_out_of_memory, one_line, un
 from fulldepth.core.files import sha256_of
 from fulldepth.core.processor import check_bfloat16
 from fulldepth.hf.anatomy import first_broken_weight
-from fulldepth.hf.asked_outputs import check_outputs, set_aside
+from fulldepth.hf.asked_outputs import check_outputs, set_aside, stop_halving
 from fulldepth.hf.exit_heads import EXIT_HEADS, find_exit_heads, load_exit_heads
 from fulldepth.hf.file_checks import (
     MOST_EDGE,
@@ -219,7 +219,9 @@ def load_checkpoint(
             "The checkpoint is incomplete, or its config.json names another class."
         )
     set_aside(model)
-    warnings: tuple[str, ...] = () if (untied := state_ties(model)) is None else (untied,)
+    if model.dtype == torch.float64:  # the fused products of experts have no float64
+        model.set_experts_implementation("eager")
+    warnings = tuple(text for text in (state_ties(model), stop_halving(model)) if text is not None)
     if unused := sorted(info["unexpected_keys"]):
         first = one_line(unused[0], 200)
         warnings += (f"The checkpoint holds {len(unused)} weights that the model does not use (first: {first}).",)

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 
 from fulldepth.core.errors import FulldepthError, first_reason
 from fulldepth.hf.anatomy import Anatomy
+from fulldepth.hf.families import OR
 from fulldepth.hf.modes import device_of, hooked, state_in, with_state
 from fulldepth.hf.scalars import FACTORS_OF_PART, ROLES, Block, Scalars, blocks_of, factor_names
 
@@ -279,7 +280,7 @@ class _Mixer:
         self.scale = anatomy.branch_scale
         self.continues = anatomy.family.design == "parallel" and "b_mlp" in factors
         """True if the MLP's branch is added to the stream after attention, as in a parallel block."""
-        parts = {anatomy.family.attention, anatomy.family.mlp}
+        parts = {name for path in (anatomy.family.attention, anatomy.family.mlp) for name in str(path).split(OR)}
         between = (child for name, child in block.named_children() if name not in parts)
         rates = [value for name, value in vars(block).items() if "dropout" in name and isinstance(value, float)]
         rates += [module.p for module in between if isinstance(module, nn.Dropout)]

@@ -19,7 +19,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, is_out_of_memory, one_line
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, config_parts, logits_of, sample_inputs
 from fulldepth.hf.exit_heads import cut_exit_heads
 from fulldepth.hf.heads import Classifier, uses_fsdp
@@ -148,10 +148,25 @@ def without_layers(anatomy: Anatomy, remaining: Sequence[int]) -> PreTrainedMode
     with torch.no_grad(), evaluating(anatomy.model), evaluating(cut), skipping(anatomy, removed, "layer"):
         arguments = body_inputs(anatomy, inputs)
         expected = logits_of(anatomy.model(**arguments))
-        actual = logits_of(cut(**arguments))
+        actual = logits_of(_run(anatomy, cut, arguments, remaining))
     if expected is None or actual is None or not is_close(actual, expected):
         raise _refusal(anatomy, remaining, "by themselves they give other logits than within the model")
     return cut
+
+
+def _run(anatomy: Anatomy, cut: PreTrainedModel, arguments: Mapping[str, Any], remaining: Sequence[int]) -> Any:
+    """Return the output of a cut model, after a pass with its class's own use of a cache.
+
+    Raises:
+        FulldepthError: if its class fails with these layers, as some do without a layer that attends.
+    """
+    try:
+        cut(**{name: value for name, value in arguments.items() if name != "use_cache"})
+        return cut(**arguments)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise _refusal(anatomy, remaining, f"its class fails with them alone ({error})") from error
 
 
 def _refusal(anatomy: Anatomy, remaining: Sequence[int], reason: str) -> FulldepthError:
@@ -346,10 +361,11 @@ def _prove(anatomy: Anatomy, cut: Anatomy, layers: int) -> None:
     with evaluating(anatomy.model), evaluating(cut.model):
         inputs = sample_inputs(anatomy)
         states = state_at(anatomy, layers, inputs)
+        output = _run(anatomy, cut.model, body_inputs(cut, inputs), range(1, layers + 1))
         pairs = {"states": (states, state_at(cut, layers, inputs))}
         if anatomy.head is not None:
             classifier = Classifier(anatomy).at(layers)
-            if (logits := logits_of(cut.model(**body_inputs(cut, inputs)))) is not None:
+            if (logits := logits_of(output)) is not None:
                 mask = inputs.get("attention_mask", torch.ones(states.shape[:2], device=states.device))
                 expected = classifier.tokens(states) if classifier.per_token else classifier.sequences(states, mask)
                 pairs["logits"] = expected, logits

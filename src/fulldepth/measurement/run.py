@@ -20,6 +20,7 @@ from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import check_outside
 from fulldepth.core.progress import Watcher
 from fulldepth.data import MASKED_SHARE, Sequences
+from fulldepth.data.columns import list_of_texts
 from fulldepth.data.corpus import CORPUS
 from fulldepth.execution import Verified
 from fulldepth.execution.memory import reset_peak, run_peak
@@ -166,7 +167,7 @@ def lens(
     Raises:
         FulldepthError: as for `measure`, and if the model predicts no tokens.
     """
-    texts = [text] if isinstance(text, str) else list(text)
+    texts = list_of_texts(text, "Text")
     if not texts:
         raise FulldepthError("The lens needs at least one text.")
     if blank := [number for number, given in enumerate(texts, start=1) if not given.strip()]:

@@ -36,8 +36,8 @@ MOST_BARS = 4
 MOST_TEXTS = 40
 MOST_CHARACTERS = 6000
 """Largest number of texts on a page, and of characters of each."""
-NO_VERDICT = ("busy", "few-rounds")
-"""Timings after which times are not compared."""
+NO_VERDICT = {"busy": "the machine was busy when it was timed", "few-rounds": "it was timed in too few rounds"}
+"""Timings after which times are not compared -> the reason, for a subtitle."""
 SCALES = {
     "accuracy": ("Accuracy", ".1%"),
     "loss": ("Loss (nats)", ".4f"),
@@ -117,7 +117,6 @@ def _tradeoff(groups: Mapping[str, list[dict[str, Any]]], full: Sequence[Meta], 
         if at:
             across, up = zip(*at, strict=True)
             traces.append(points(name, across, up, INK, marker={"symbol": symbol, "size": size}))
-    timed = any(point.get("measured_speedup") is not None for every in groups.values() for point in every)
     variant = title.removesuffix(" (nats)")
     drawn_figure = figure(
         traces,
@@ -125,13 +124,23 @@ def _tradeoff(groups: Mapping[str, list[dict[str, Any]]], full: Sequence[Meta], 
         yaxis=axis(title, **({"tickformat": ".1~%"} if form.endswith("%") else {"rangemode": "tozero"})),
         title=f"{variant} against speed-up",
         subtitle=f"{'Lower' if key == 'loss' else 'Higher'} right is better. "
-        f"{'Measured in time' if timed else 'In theory, by layers: nothing was timed'}",
+        f"{_timing_note([point for every in groups.values() for point in every])}",
         variant=variant,
         height=380,
         hovermode="closest",
         showlegend=True,
     )
     return drawn_figure.add_vline(1, line={"color": MUTED, "width": 1, "dash": "dot"})
+
+
+def _timing_note(points: Sequence[Mapping[str, Any]]) -> str:
+    """Whether the speed-ups of a figure are measured, and why not where they are not."""
+    is_timed = any(point.get("measured_speedup") is not None for point in points)
+    without_verdict = {point.get("timing") for point in points}
+    reasons = " or ".join(reason for timing, reason in NO_VERDICT.items() if timing in without_verdict)
+    if is_timed:
+        return "Measured in time" + (f"; in theory where {reasons}" if reasons else "")
+    return f"In theory, by layers: {reasons or 'nothing was timed'}"
 
 
 def histogram(record: Figure, source: PageSource) -> Figures:

@@ -45,7 +45,8 @@ def takes_settings(
     layered as defaults < recipe < instance < keywords, and checked once. The signature and the docstring list them.
     The function itself has no parameter for a setting, with one exception: a parameter `tokenizer` receives a tokenizer
     object, while a folder or name is the setting. A function with a parameter `watcher` also gets `progress`, see
-    `with_progress`.
+    `with_progress`. Where a parameter `resume` is true, settings without effect are left out with a message instead of
+    refused.
 
     Args:
         kind: the settings class.
@@ -86,7 +87,13 @@ def takes_settings(
             stated = nested((name, _plain(value)) for name, value in given.items())
             recipe = arguments.get("recipe")
             below = read(recipe, recipes or "") if isinstance(recipe, str | Path) else _stated(recipe)
-            return function(settings=layer(kind, below, _stated(settings), stated), **arguments)
+            # An interrupted run may have begun when settings without effect were not refused.
+            left_out: list[str] | None = [] if arguments.get("resume") else None
+            checked = layer(kind, below, _stated(settings), stated, left_out=left_out)
+            if not isinstance(settings, Settings):  # the command line names what it leaves out itself
+                for sentence in left_out or []:
+                    arguments["watcher"].say(sentence)
+            return function(settings=checked, **arguments)
 
         call.__signature__ = public  # type: ignore[attr-defined]
         entries = [f"    {name}: {' '.join((f.description or '').split())}" for name, f in kind.model_fields.items()]

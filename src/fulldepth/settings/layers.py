@@ -55,6 +55,15 @@ SET = ()
 """In `Applies`: any value."""
 
 
+class NoEffectError(FulldepthError):
+    """The error for a setting that has no effect beside the others."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
+        """The setting; `data.column` for one inside `data`."""
+
+
 class Settings(pydantic.BaseModel):
     """Base of every command's settings: frozen; unknown keys, implicit conversions and settings without effect are
     errors.
@@ -71,6 +80,9 @@ class Settings(pydantic.BaseModel):
     """Which settings have no effect without others."""
     described_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Setting -> others that describe its value; a source that changes it drops what earlier sources say of those."""
+    number_is: ClassVar[str | None] = None
+    """Option that a number states in place of a mapping of options, in settings that are no fields: with `weight`,
+    `jump: 0.5` is `jump: {weight: 0.5}`."""
 
     @classmethod
     def without_outdated(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -92,7 +104,7 @@ class Settings(pydantic.BaseModel):
                 parameters are not checked.
 
         Raises:
-            FulldepthError: which says why it has no effect, and what it applies to.
+            NoEffectError: which says why it has no effect, and what it applies to.
         """
         inside = {f"{key}.{name}": value for key, part in self if isinstance(part, Settings) for name, value in part}
         values = dict(self) | inside | parameters
@@ -104,7 +116,7 @@ class Settings(pydantic.BaseModel):
                 continue
             for name in entry.names:
                 if values[name] != self._default(name):
-                    raise FulldepthError(self._no_effect(name, entry, values))
+                    raise NoEffectError(self._no_effect(name, entry, values), name)
 
     @classmethod
     def _default(cls, name: str) -> Any:
@@ -160,7 +172,9 @@ def recorded(settings: Settings) -> dict[str, Any]:
     return written(settings.model_dump(mode="json"))
 
 
-def layer(model: type[S], *sources: Mapping[str, Any], lists_of_one: bool = True) -> S:
+def layer(
+    model: type[S], *sources: Mapping[str, Any], lists_of_one: bool = True, left_out: list[str] | None = None
+) -> S:
     """Settings from several sources; a later source overrides an earlier one, key by key, also inside mappings.
 
     A source that changes a setting drops what earlier sources say about its former value (`without_outdated`). Values
@@ -171,6 +185,7 @@ def layer(model: type[S], *sources: Mapping[str, Any], lists_of_one: bool = True
         sources: nested mappings of plain values (`read`, `assignments`, or keyword arguments).
         lists_of_one: read comma-separated text, or a single value, as a list where one is expected; False for a file
             that a program wrote.
+        left_out: settings without effect are left out, and receives a sentence on each; None = they are refused.
 
     Raises:
         FulldepthError: one line for each unknown key, missing value and wrong type.
@@ -187,7 +202,26 @@ def layer(model: type[S], *sources: Mapping[str, Any], lists_of_one: bool = True
     try:
         return model.model_validate_json(document, strict=True)
     except pydantic.ValidationError as error:
-        raise FulldepthError(brief("\n".join(_complaints(model, merged, error)))) from error
+        idle = [stated for stated in _stated_errors(error) if isinstance(stated, NoEffectError)]
+        if left_out is None or len(idle) < error.error_count():
+            raise FulldepthError(brief("\n".join(_complaints(model, merged, error)))) from error
+    left_out += [f"{stated} It is left out." for stated in idle]
+    for stated in idle:
+        merged = _without(merged, stated.name)
+    return layer(model, merged, lists_of_one=lists_of_one, left_out=left_out)
+
+
+def _stated_errors(error: pydantic.ValidationError) -> list[Any]:
+    """The errors that validators raised, one for each problem; None for a problem that pydantic found."""
+    return [problem.get("ctx", {}).get("error") for problem in error.errors(include_url=False)]
+
+
+def _without(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Nested values without the one that a dotted name states."""
+    key, _, inner = name.partition(".")
+    if inner:
+        return {**values, key: _without(values[key], inner)}
+    return {other: value for other, value in values.items() if other != key}
 
 
 def read(recipe: str | Path, verb: str) -> dict[str, Any]:
@@ -284,9 +318,23 @@ def command_line(verb: str, arguments: Iterable[Any], options: Mapping[str, Any]
 
 
 def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Nested settings from pairs of key and value; a dot in a key opens a mapping."""
+    """Nested settings from pairs of key and value; a dot in a key opens a mapping.
+
+    Raises:
+        FulldepthError: if a key has both a value and keys inside it, of which one would be lost.
+    """
     settings: dict[str, Any] = {}
+    with_inner: dict[str, str] = {}  # key -> a longer one that opens it
+    values = [*values]
+    for key, _ in values:
+        parts = key.split(".")
+        with_inner |= {".".join(parts[:count]): key for count in range(1, len(parts))}
     for key, value in values:
+        if key in with_inner and not isinstance(value, Mapping):
+            raise FulldepthError(
+                f"{one_line(key, 100)}={one_line(value, 60)} and {one_line(with_inner[key], 100)} exclude each other. "
+                f"Give keys inside {one_line(key, 100)} alone."
+            )
         for part in reversed(key.split(".")):
             value = {part: value}
         settings = merge(settings, value)
@@ -306,11 +354,22 @@ def merge(
     merged = dict(model.without_outdated(below, above) if model and issubclass(model, Settings) else below)
     for key, value in above.items():
         inner = merged.get(key)
+        if isinstance(inner, Mapping) != isinstance(value, Mapping):
+            inner, value = (_options(given, key, model) for given in (inner, value))
         if isinstance(inner, Mapping) and isinstance(value, Mapping):
             merged[key] = merge(inner, value, _inner_class(model, key))
         else:
             merged[key] = value
     return merged
+
+
+def _options(value: Any, key: str, model: type[pydantic.BaseModel] | None) -> Any:
+    """A number as the option that it states, where the settings class has such an option; else the value itself."""
+    option = getattr(model, "number_is", None)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if option is None or not is_number or (model is not None and key in model.model_fields):
+        return value
+    return {option: value}
 
 
 def _with_lists(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:

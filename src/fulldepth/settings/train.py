@@ -86,7 +86,7 @@ class DataSettings(Settings):
     """Rows are lines of articles, which are the documents: each begins with a heading ` = Title = ` (WikiText)."""
     image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Detection: pixels of the shorter edge that images are scaled to, the longer one to at most 5/3 of it; None = as
-    the checkpoint's image processor, else 800."""
+    the image processor that is named or the checkpoint's, else 800."""
     skip_bad: bool = False
     """Classification and detection: leave bad rows out (a damaged image, a label outside the classes, a text that is
     too long, a box outside its image) and count them in the warnings, instead of refusing the data."""
@@ -147,17 +147,9 @@ class ObjectiveSettings(Settings):
     # Built-in names only: subclasses resolve this annotation in their own module.
     __pydantic_extra__: dict[str, float | dict[str, object] | None] = Field(init=False)
 
+    number_is: ClassVar[str | None] = "weight"
     energy_warmup: NonNegativeSteps = 800
     """Optimiser steps with CR's energy penalty."""
-
-    @classmethod
-    def without_outdated(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Earlier values; a weight that stands alone becomes an option where a later source adds others."""
-        values = dict(super().without_outdated(below, above))
-        for name, value in values.items():
-            if isinstance(above.get(name), Mapping) and isinstance(value, int | float):
-                values[name] = {"weight": value}
-        return values
 
     @property
     def terms(self) -> dict[str, float | dict[str, Any]]:
@@ -218,6 +210,7 @@ class TrainSettings(Settings):
         Applies(("milestones",), {"schedule": ("multistep",)}),
         Applies(("min_learning_rate",), {"schedule": ("cosine",)}),
         Applies(("log_every",), {"report_to": SET}),
+        Applies(("lora.alpha", "lora.target_modules"), {"lora.rank": SET}),
     )
     described_by: ClassVar[Mapping[str, tuple[str, ...]]] = {"schedule": ("milestones", "min_learning_rate")}
 
@@ -355,10 +348,13 @@ class TrainSettings(Settings):
     def _stage_fits(self) -> Self:
         if self.fsdp and self.task != "causal-lm":
             raise FulldepthError(f"fsdp=true is for task: causal-lm; leave it out for task: {self.task}.")
+        if self.processor is not None and self.data.image_size is not None:
+            raise FulldepthError(
+                f"processor={self.processor} and data.image_size={self.data.image_size} both state the size of images. "
+                "Leave one out."
+            )
         if self.stage != "pretrain" and self.task != "causal-lm":
             raise FulldepthError(f"stage: sft trains on conversations, with task: causal-lm; got task: {self.task}.")
-        if self.lora.rank is None and self.lora != LoraSettings():
-            raise FulldepthError("lora.alpha and lora.target_modules have no effect without lora.rank.")
         if self.lora.rank is not None and (self.model.checkpoint is None or self.task != "causal-lm"):
             raise FulldepthError("lora.rank needs a language model to start from: model.checkpoint=FOLDER.")
         if self.freezes_features and (self.model.checkpoint is None or not self.task.endswith("-classification")):
@@ -409,7 +405,7 @@ def settings_of_run(model: str | Path) -> dict[str, Any] | None:
     for folder in (place, place.parent if place.name.startswith("checkpoint-") else place):
         try:
             if (folder / SETTINGS).is_file():
-                return layer(TrainSettings, read(folder / SETTINGS, "train")).model_dump(mode="json")
+                return layer(TrainSettings, read(folder / SETTINGS, "train"), left_out=[]).model_dump(mode="json")
         except (FulldepthError, OSError):  # a file of another program
             continue
     return None

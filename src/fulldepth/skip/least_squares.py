@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fulldepth.architectures import SKIPPED
-from fulldepth.core.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.progress import Watcher
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples, units
@@ -45,6 +45,7 @@ from fulldepth.hf import (
     device_of,
     find_output_weights,
     is_offloaded,
+    load_tokenizer,
     open_model,
 )
 from fulldepth.hf.checkpoint_folder import check_disk_space, check_output_path
@@ -180,9 +181,23 @@ def refit(
 
 
 def tokenizer_of(plan: Plan, settings: HealSettings, tokenizer: Any = None) -> Any:
-    """The tokenizer that was passed in or named, or else the one that the search was given; None = the checkpoint's."""
+    """The tokenizer that was passed in or named, or else the one that the search was given; None = the checkpoint's.
+
+    Raises:
+        FulldepthError: if the search's tokenizer is not there any more.
+    """
     chosen = chosen_tokenizer(settings, tokenizer)
-    return plan.data.get("tokenizer") if chosen is None else chosen
+    searched_with: Any = plan.data.get("tokenizer")
+    if chosen is not None or searched_with is None:
+        return chosen
+    try:
+        load_tokenizer(searched_with, trust_remote_code=settings.trust_remote_code)
+    except FulldepthError as error:
+        raise FulldepthError(
+            f"The search of this plan read text with the tokenizer {one_line(searched_with, 200)}, which cannot be "
+            f"opened. Name its place with --tokenizer. {one_line(error)}"
+        ) from error
+    return searched_with
 
 
 def _check_healing(

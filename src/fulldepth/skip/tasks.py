@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import pandas as pd
 from fulldepth.core.number_format import plus_minus
 from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import SIGNIFICANT
-from fulldepth.evaluation import EvaluateSettings, evaluate, load_tasks
+from fulldepth.evaluation import EvaluateSettings, OtherResultsError, evaluate, load_tasks
 from fulldepth.hf import load_tokenizer
 from fulldepth.results import Finding, Results, difference_errors
 from fulldepth.settings.heal import HealSettings
@@ -110,7 +111,8 @@ class TaskComparison:
                 self.tokenizer, revision=settings.revision, trust_remote_code=settings.trust_remote_code
             )
         self.watcher.say(f"Tasks of the {name} model.")
-        self.scores[name] = evaluate(
+        read = partial(
+            evaluate,
             model,
             output=self.folder / f"tasks-{name}",
             settings=evaluation_of(settings),
@@ -118,6 +120,11 @@ class TaskComparison:
             resume=True,
             watcher=self.watcher,
         )
+        try:
+            self.scores[name] = read()
+        except OtherResultsError:  # of an interrupted healing with other tasks
+            self.watcher.say(f"The scores of the {name} model in {self.folder} are of other tasks; they are read anew.")
+            self.scores[name] = read(overwrite=True)
 
     @property
     def readings(self) -> list[TaskReading]:

@@ -252,6 +252,11 @@ class Subject:
             task = anatomy_candidates(model)[0].task
         if "language" in self.needs:
             check_language(model, task)
+        if "targets" in self.needs and getattr(model.config, "is_encoder_decoder", False):
+            raise FulldepthError(
+                f"{self.kind} is an encoder-decoder; early exit takes a language model of one stack, or a classifier "
+                "of texts or images. `fulldepth measure` reads both stacks, on rows with input and target."
+            )
         if "targets" in self.needs and task not in PREDICTING:
             raise FulldepthError(
                 f"{self.kind} predicts neither tokens nor a class, so no layer can be left early. Expected a language "

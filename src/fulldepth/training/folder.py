@@ -38,6 +38,7 @@ from fulldepth.hf import (
     save_exit_heads,
     sealed_checkpoints,
     settle_checkpoints,
+    silent,
 )
 from fulldepth.hf.checkpoint_folder import (
     check_disk_space,
@@ -223,7 +224,7 @@ def dump(settings: TrainSettings) -> str:
 
 
 def saved_settings(folder: Path) -> TrainSettings:
-    """Read the settings of the run in a folder.
+    """Read the settings of the run in a folder, without those that have no effect (earlier versions took them).
 
     Raises:
         FulldepthError: if the file cannot be read or holds no such settings; the message names the file.
@@ -231,7 +232,7 @@ def saved_settings(folder: Path) -> TrainSettings:
     path = folder / SETTINGS
     try:
         with reading(path):
-            return layer(TrainSettings, read(path, "train"))
+            return layer(TrainSettings, read(path, "train"), left_out=[])
     except FulldepthError as error:
         words = "\n".join(one_line(line, 200) for line in str(error).splitlines()[:4])
         if str(path) not in words:
@@ -399,7 +400,7 @@ def export_run(
     if step is None and (remark := incomplete_checkpoints(run)) is not None:
         watcher.say(remark)
     watcher.say(f"Exporting {checkpoint}")
-    with folder_to_be(target) as part:
+    with folder_to_be(target) as part, silent():
         weights_anew = WEIGHT_FILES if dtype is not None or stock else ()
         left_out = shutil.ignore_patterns(*NOT_THE_MODEL, *weights_anew, *(("*.py",) if stock else ()))
         shutil.copytree(checkpoint, part, ignore=left_out, dirs_exist_ok=True)

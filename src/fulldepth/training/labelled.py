@@ -139,12 +139,18 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
     config = build_config(settings.model, task=settings.task, classes=parts[0].class_names)
     if detects:
         warnings += _check_detection(config, parts)
-    edge = settings.data.image_size or (None if start else EDGE)
+    edge = settings.data.image_size or (None if start or settings.processor else EDGE)
     if detects and edge:  # it also makes the pixel mask
         size = {"shortest_edge": edge, "longest_edge": round(edge * RATIO)}
         processor: Any = transformers.DetrImageProcessorPil(size=size, do_convert_annotations=True)
     else:
         processor = load_processor(settings.processor or start or folder, config)
+    if detects and getattr(processor, "do_center_crop", False):
+        raise FulldepthError(
+            f"The image processor of {settings.processor or start}, a {type(processor).__name__}, crops images "
+            "(do_center_crop), and boxes would not follow. Name another one with processor=FOLDER, or set "
+            "data.image_size instead."
+        )
     train, validation = (LabelledRows(rows.records) for rows in parts)
     collator = Collator(processor=processor, dtype=WEIGHTS[settings.precision])
     _, channels, height, width = collator([train[0]])["pixel_values"].shape

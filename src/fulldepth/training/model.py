@@ -68,6 +68,11 @@ from fulldepth.training.lora import add_adapters
 WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}
 """Precision of a run -> type of its weights, gradients and optimiser states."""
 POSITIONS = "max_position_embeddings"
+SIZE = re.compile(
+    r"(hidden|vocab|image|patch)_size|head_dim|num_(hidden_)?layers|num_(attention|key_value)_heads|num_channels|"
+    r"num_queries|d_model|n_embd|n_layers?|n_heads?|(en|de)coder_(layers|attention_heads)"
+)
+"""Names of options without which there is no model."""
 TIED = "tie_word_embeddings"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOT_OPTIONS = {
@@ -177,6 +182,9 @@ def build_config(
     """
     base, kind, known = check_options(model, task)
     given = dict(model.model_extra or {})
+    for name, size in given.items():
+        if SIZE.fullmatch(kind.attribute_map.get(name, name)) and type(size) is int and size < 1:
+            raise FulldepthError(f"model.{name} is {size}. Expected at least 1.")
     ids: dict[str, Any] = {name: value for name, value in (special_tokens or {}).items() if value is not None}
     if classes is not None:
         given.pop("num_labels", None)  # checked against the classes
@@ -416,6 +424,10 @@ def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, po
         raise FulldepthError(
             f"A {config.model_type} reads the tokens that it should predict. Set model.is_decoder=true."
         )
+    image = getattr(config, "image_size", None)
+    patch = getattr(config, "patch_size", None)
+    if isinstance(image, int) and isinstance(patch, int) and image < patch:
+        raise FulldepthError(f"model.image_size is {image}. Expected at least model.patch_size, which is {patch}.")
     text = config.get_text_config()  # differs from `config` for models that also read images
     embeddings = getattr(text, "vocab_size", None)
     if vocab_size is not None and embeddings is not None and embeddings < vocab_size:
