@@ -7,8 +7,10 @@ import torch
 import transformers as tf
 
 from execution import decoders
+from families import zoo
 from fulldepth.exit import Decoder
 from refusals import refused
+from tiny_models import strengthened, token_ids
 
 NEW = 20
 CALL, REFUSED, NOTHING = "an argument of the call", "refused", "no effect on the text of a decoder"
@@ -107,3 +109,16 @@ def test_entries_of_a_generation_configuration_are_followed_or_refused_by_name(d
         assert not torch.equal(decoder.generate(**given, seed=0).sequences, expected)
     elif becomes == "followed" and name != "forced_bos_token_id":  # which is of a prompt of one token
         assert not torch.equal(expected, plain)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3"])
+def test_a_model_of_pictures_and_text_continues_text(name):
+    """transformers prepares an empty mapping of encoded pictures for such models."""
+    torch.manual_seed(0)
+    config = zoo.config_for(name)
+    model = strengthened(tf.AutoModelForImageTextToText.from_config(config), 4.0).eval()
+    prompt = token_ids(1, 6, seed=2)
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(prompt, **options)
+    found = model.generate(prompt, custom_generate=Decoder(model), speculate_from=1, **options)
+    assert torch.equal(found, expected)

@@ -215,7 +215,13 @@ def _refuse(config: GenerationConfig, **further: bool) -> None:
 def _check(mask: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) -> None:
     """Refuse what a loop over single tokens with its own cache, from position 0 on, cannot follow."""
     _refuse(config, **{name: bool(config.return_dict_in_generate and getattr(config, name)) for name in OUTPUTS})
-    other_inputs = [name for name, value in prepared.items() if name not in (*SHARED, *OUTPUTS) and value is not None]
+    other_inputs = [
+        name
+        for name, value in prepared.items()
+        if name not in (*SHARED, *OUTPUTS)
+        and value is not None
+        and value != {}  # `mm_encoder_outputs` of a text without pictures
+    ]
     if other_inputs:
         raise FulldepthError(f"Decoding layer by layer takes text alone, not {names_of(other_inputs)}.")
     cache = cache_in(prepared)
