@@ -300,6 +300,21 @@ def test_a_search_of_layers_says_first_what_no_export_will_hold(unproven, tmp_pa
     assert "No plan of this model can be exported" in export_obstacle(tiny_models.build("depth_llama-static"), "mlp")
 
 
+def test_a_search_says_first_that_scalars_could_not_be_exported(tmp_path):
+    """EXAONE-4 norms what its branches add, so that no factor of the stream reaches their weights."""
+    told = []
+    model = zoo.build("exaone4", "causal-lm")
+    options = {"search": "given", "given": [2], "watcher": Watcher(say=told.append), "epochs": 1}
+    plan = find(model, plain.examples(4, 4), 1, fit=True, **options)
+    assert told[0].startswith("A plan with scalars cannot be exported: the output of its attention depends on the scale")
+    with refused("cannot be folded"):
+        export(plan, model, "folded", tmp_path / "folded")
+    told.clear()
+    plan = find(model, plain.examples(4, 4), 1, fit=False, search="given", given=[2], watcher=Watcher(say=told.append))
+    assert not any("scalars" in line for line in told)
+    assert export(plan, model, "folded", tmp_path / "folded").path.is_dir()
+
+
 def test_a_ranking_reads_the_data_once_and_computes_losses_when_asked(model, tmp_path):
     """Its scores against plain hooks; a pass over the data with hooks, and no other."""
     examples = plain.examples(heldout=8)

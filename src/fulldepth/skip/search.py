@@ -102,8 +102,10 @@ def search(
         with open_for_search(model, settings, process, tokenizer) as subject:
             check_depth(subject.anatomy)  # no export could hold the plan
             tried = process.is_main and not is_offloaded(subject.model) and subject.anatomy.not_serial is None
-            if tried and (obstacle := export_obstacle(subject.model, settings.granularity)) is not None:
-                watcher.say(obstacle)
+            if tried:
+                obstacle = export_obstacle(subject.model, settings.granularity, fit=settings.fit)
+                if obstacle is not None:
+                    watcher.say(obstacle)
             if responses is not None or names_own(data):
                 with SearchProblem.prepare(subject, stand_in(subject), settings):
                     pass  # what the search cannot do is refused before the model writes, which takes long

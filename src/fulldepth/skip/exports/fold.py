@@ -179,12 +179,7 @@ def check_foldable(anatomy: Anatomy, plan: Plan) -> None:
     """
     if not heals(plan):  # zeros in a branch's output weights are exact whatever reads the stream
         return
-    reasons = {
-        "its norms come after the sums, so nothing takes a factor out of the stream": anatomy.family.design == "post",
-        "it has no final norm to take the last factor out": anatomy.final_norm is None,
-    }
-    reason = anatomy.not_serial or first_reason(reasons)
-    if reason := reason or scale_obstacle(anatomy, probes(anatomy)):
+    if reason := folding_obstacle(anatomy):
         raise FulldepthError(
             f"The scalars of a {type(anatomy.model).__name__} cannot be folded into its weights: {reason}. A plan "
             "without scalars (--no-fit) can be exported."
@@ -196,6 +191,15 @@ def check_foldable(anatomy: Anatomy, plan: Plan) -> None:
                     f"{name} of layer {layer} is {factors[name]:g}, and folding needs factors of the stream above 0. "
                     "Fit the scalars again with a lower learning rate, or use the plan in place."
                 )
+
+
+def folding_obstacle(anatomy: Anatomy) -> str | None:
+    """Return the reason why no scalars of a model can be folded into its weights; None if they can."""
+    reasons = {
+        "its norms come after the sums, so nothing takes a factor out of the stream": anatomy.family.design == "post",
+        "it has no final norm to take the last factor out": anatomy.final_norm is None,
+    }
+    return anatomy.not_serial or first_reason(reasons) or scale_obstacle(anatomy, probes(anatomy))
 
 
 def heals(plan: Plan) -> bool:

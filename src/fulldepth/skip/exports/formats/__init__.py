@@ -7,6 +7,7 @@ from fulldepth.execution import find_anatomy
 from fulldepth.hf import Anatomy, check_depth, without_layers
 from fulldepth.hf.gguf import read_header
 from fulldepth.hf.stock import as_stock
+from fulldepth.skip.exports.fold import folding_obstacle
 from fulldepth.skip.exports.formats.checkpoint import Draft, as_text, carries_code
 from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
@@ -82,10 +83,10 @@ def check_format(model: PreTrainedModel, plan: Plan, format: Format, *, by_list:
     return anatomy
 
 
-def export_obstacle(model: PreTrainedModel, granularity: str) -> str | None:
+def export_obstacle(model: PreTrainedModel, granularity: str, *, fit: bool = False) -> str | None:
     """Return why exports cannot hold plans of a model, and what they can; None if nothing is known.
 
-    What is tried is a removal in the middle layer.
+    What is tried is a removal in the middle layer, and with `fit` another scale of the stream.
     """
     try:
         anatomy = find_anatomy(as_stock(model))
@@ -94,6 +95,16 @@ def export_obstacle(model: PreTrainedModel, granularity: str) -> str | None:
     middle = (anatomy.num_layers + 1) // 2
     remaining = [layer for layer in anatomy.layers if layer != middle]
     obstacles = []
+    if fit:
+        try:
+            reason = folding_obstacle(anatomy)
+        except FulldepthError as error:
+            reason = str(error).rstrip(".")
+        if reason is not None:
+            obstacles.append(
+                f"A plan with scalars cannot be exported: {reason}. Leave them out with --no-fit, and heal by `skip "
+                "heal`."
+            )
     if granularity == "layer":
         try:
             without_layers(anatomy, remaining)
