@@ -191,12 +191,15 @@ def save_tokenizer(
 ) -> list[str]:
     """Save the tokenizer, or copy the files of the first place that has one. Return notes for the user.
 
+    The revision is that of the places: a tokenizer that is named is read at its own newest one.
+
     Raises:
         FulldepthError: if `tokenizer` is a name under which there is none, or its files are damaged.
     """
     if tokenizer is not None and not isinstance(tokenizer, str | Path):
         tokenizer.save_pretrained(folder)
         return []
+    revision = revision if tokenizer is None else None
     for source in (tokenizer,) if tokenizer is not None else places:
         name = find_tokenizer(source) or str(source) if isinstance(source, str | Path) and str(source) else ""
         if name and find_gguf(name) is not None:

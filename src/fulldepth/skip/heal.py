@@ -111,7 +111,10 @@ def heal(
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
     with locked(work):
         try:
-            tasks = TaskComparison(model if tokenizer is None else tokenizer, work, watcher)
+            if tokenizer is None:
+                tasks = TaskComparison(model, work, watcher, settings.revision)
+            else:
+                tasks = TaskComparison(tokenizer, work, watcher)
             first = partial(tasks.read, "original") if settings.tasks else None
             healing = refit(plan, model, data, settings=settings, output=target, folder=work, first=first, **opened)
             if settings.steps:

@@ -97,6 +97,8 @@ class TaskComparison:
     folder: Path
     """Keeps the answers of an interrupted call."""
     watcher: Watcher
+    revision: str | None = None
+    """Of the place where the tokenizer is saved."""
     scores: dict[str, Results] = field(default_factory=dict)
     """Name of a model -> its evaluation, the original's first."""
 
@@ -108,7 +110,7 @@ class TaskComparison:
         """
         if isinstance(self.tokenizer, str | Path):
             self.tokenizer = load_tokenizer(
-                self.tokenizer, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+                self.tokenizer, revision=self.revision, trust_remote_code=settings.trust_remote_code
             )
         self.watcher.say(f"Tasks of the {name} model.")
         read = partial(

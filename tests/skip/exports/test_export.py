@@ -450,3 +450,20 @@ def test_a_tokenizer_that_is_not_there_is_refused_before_weights_are_written(tmp
     monkeypatch.setattr(type(FORMATS["folded"]), "write", lambda *_: pytest.fail("written first"))
     with refused("nowhere"):
         export(plan, model, "folded", tmp_path / "made", tokenizer=str(tmp_path / "nowhere"))
+
+
+def test_the_revision_of_a_model_is_not_that_of_a_tokenizer_that_is_named(tmp_path, monkeypatch):
+    """Both lie in the Hub's cache: the model at `older` alone, the tokenizer at `main` alone."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = tiny_models.build("llama")
+    for repository, branch, contents in (("model", "older", [model]), ("tokenizer", "main", [model, tokenizer()])):
+        place = tmp_path / f"models--some--{repository}"
+        (place / "refs").mkdir(parents=True)
+        (place / "refs" / branch).write_text("0" * 40)
+        for content in contents:
+            content.save_pretrained(place / "snapshots" / ("0" * 40))
+    plan = planned.plan(model, [2], "attention", None)
+    made = export(plan, "some/model", "folded", tmp_path / "out", tokenizer="some/tokenizer", revision="older")
+    assert AutoTokenizer.from_pretrained(made.path).get_vocab() == tokenizer().get_vocab()
+    with refused("some/other"):
+        export(plan, "some/model", "folded", tmp_path / "other", tokenizer="some/other", revision="older")

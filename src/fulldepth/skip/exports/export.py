@@ -260,7 +260,8 @@ def _export(
     saved_tokenizer = chosen_tokenizer(settings, tokenizer)
     check_disk_space(target, file_format.least_bytes(stock, plan, settings.gguf_type))
     if not single and isinstance(saved_tokenizer, str | Path):
-        load_tokenizer(saved_tokenizer, **hub)  # a wrong name is refused before the weights are written
+        # a wrong name is refused before the weights are written
+        load_tokenizer(saved_tokenizer, trust_remote_code=settings.trust_remote_code)
     if not is_trial and size_of(loaded) >= LARGE:
         rehearse(plan, loaded, format, target, settings, tokenizer)
     reader = file_format.reader_of(stock.model)
