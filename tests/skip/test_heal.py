@@ -423,7 +423,7 @@ def test_a_tokenizer_of_the_search_that_is_gone_is_named_with_the_option(tmp_pat
 
 
 def test_warnings_of_tasks_name_the_model_unless_both_have_them():
-    comparison = TaskComparison(None, None, None)
+    comparison = TaskComparison(None, None, None, None)
     for name, warnings in (("original", ["cut", "slow"]), ("refitted", ["none right", "cut"])):
         comparison.scores[name] = SimpleNamespace(meta={"warnings": warnings})
     named = ["Tasks of the original model: slow", "Tasks of the refitted model: none right"]

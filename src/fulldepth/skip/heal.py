@@ -111,10 +111,8 @@ def heal(
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
     with locked(work):
         try:
-            if tokenizer is None:
-                tasks = TaskComparison(model, work, watcher, settings.revision)
-            else:
-                tasks = TaskComparison(tokenizer, work, watcher)
+            saved = (model, settings.revision) if tokenizer is None else (tokenizer, None)
+            tasks = TaskComparison(*saved, work, watcher)
             first = partial(tasks.read, "original") if settings.tasks else None
             healing = refit(plan, model, data, settings=settings, output=target, folder=work, first=first, **opened)
             if settings.steps:

@@ -94,11 +94,11 @@ class TaskComparison:
 
     tokenizer: Any
     """Of both models, or where it is saved."""
+    revision: str | None
+    """Of the place where it is saved."""
     folder: Path
     """Keeps the answers of an interrupted call."""
     watcher: Watcher
-    revision: str | None = None
-    """Of the place where the tokenizer is saved."""
     scores: dict[str, Results] = field(default_factory=dict)
     """Name of a model -> its evaluation, the original's first."""
 
