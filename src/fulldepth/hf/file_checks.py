@@ -255,6 +255,12 @@ def check_stored_types(where: str, weights: Weights, model: PreTrainedModel, une
             )
 
 
+def check_tokenizer_is_there(where: str) -> None:
+    """Refuse a folder in which no file has the name of a tokenizer's."""
+    if is_folder(where) and not any(TOKENIZER_NAME.search(path.name) for path in Path(where).iterdir()):
+        raise FulldepthError(f"{where} holds no tokenizer; expected tokenizer.json, or the files of an older one.")
+
+
 def check_tokenizer_files(where: str, revision: str | None = None) -> str | None:
     """Check the files of a tokenizer, and the configuration that transformers reads with it.
 
@@ -267,8 +273,6 @@ def check_tokenizer_files(where: str, revision: str | None = None) -> str | None
     """
     check_config(where, revision)
     model: Any = None
-    if is_folder(where) and not any(TOKENIZER_NAME.search(path.name) for path in Path(where).iterdir()):
-        raise FulldepthError(f"{where} holds no tokenizer; expected tokenizer.json, or the files of an older one.")
     for name in TOKENIZER_FILES:
         if path := locate(where, name, revision):
             content = _read_object(path, MOST_TOKENIZER_BYTES)

@@ -39,6 +39,7 @@ from fulldepth.hf.file_checks import (
     check_processor_files,
     check_stored_types,
     check_tokenizer_files,
+    check_tokenizer_is_there,
     is_folder,
     refuse_adapter,
 )
@@ -275,6 +276,7 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     if gguf is None:
         _check_name(where, "a folder with a tokenizer")
         stored = check_tokenizer_files(where, revision)
+        check_tokenizer_is_there(where)
     with _plain_errors(where, kind="a tokenizer"), silent():
         if gguf is not None:
             tokenizer = load_gguf_tokenizer(gguf)
