@@ -145,27 +145,35 @@ def without_layers(anatomy: Anatomy, remaining: Sequence[int]) -> PreTrainedMode
     cut = _sharing(anatomy, config, remaining).train(anatomy.model.training)
     inputs = sample_inputs(anatomy)
     removed = set(anatomy.layers) - set(remaining)
-    with torch.no_grad(), evaluating(anatomy.model), evaluating(cut), skipping(anatomy, removed, "layer"):
-        arguments = body_inputs(anatomy, inputs)
-        expected = logits_of(anatomy.model(**arguments))
-        actual = logits_of(_run(anatomy, cut, arguments, remaining))
+    arguments = body_inputs(anatomy, inputs)
+    with torch.no_grad(), evaluating(anatomy.model), evaluating(cut):
+        _check_with_cache(anatomy, cut, arguments, remaining)
+        actual = logits_of(cut(**arguments))
+        with skipping(anatomy, removed, "layer"):
+            expected = logits_of(anatomy.model(**arguments))
     if expected is None or actual is None or not is_close(actual, expected):
         raise _refusal(anatomy, remaining, "by themselves they give other logits than within the model")
     return cut
 
 
-def _run(anatomy: Anatomy, cut: PreTrainedModel, arguments: Mapping[str, Any], remaining: Sequence[int]) -> Any:
-    """Return the output of a cut model, after a pass with its class's own use of a cache.
+def _check_with_cache(
+    anatomy: Anatomy, cut: PreTrainedModel, arguments: Mapping[str, Any], remaining: Sequence[int]
+) -> None:
+    """Run a cut model with its class's own use of a cache.
 
     Raises:
-        FulldepthError: if its class fails with these layers, as some do without a layer that attends.
+        FulldepthError: if its class fails with these layers alone, as some do without a layer that attends.
     """
+    with_cache = {name: value for name, value in arguments.items() if name != "use_cache"}
     try:
-        cut(**{name: value for name, value in arguments.items() if name != "use_cache"})
-        return cut(**arguments)
+        cut(**with_cache)
     except Exception as error:
         if is_out_of_memory(error):
             raise
+        try:
+            anatomy.model(**with_cache)
+        except Exception:
+            return  # the class fails with all layers, too
         raise _refusal(anatomy, remaining, f"its class fails with them alone ({error})") from error
 
 
@@ -361,7 +369,9 @@ def _prove(anatomy: Anatomy, cut: Anatomy, layers: int) -> None:
     with evaluating(anatomy.model), evaluating(cut.model):
         inputs = sample_inputs(anatomy)
         states = state_at(anatomy, layers, inputs)
-        output = _run(anatomy, cut.model, body_inputs(cut, inputs), range(1, layers + 1))
+        arguments = body_inputs(cut, inputs)
+        _check_with_cache(anatomy, cut.model, arguments, range(1, layers + 1))
+        output = cut.model(**arguments)
         pairs = {"states": (states, state_at(cut, layers, inputs))}
         if anatomy.head is not None:
             classifier = Classifier(anatomy).at(layers)
