@@ -73,9 +73,8 @@ def follow(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
     runner = anatomy.runner if alone else anatomy.model
 
     def record(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        named = (*args[:1], kwargs.get("hidden_states"), *args, *kwargs.values())
-        given = next((value for value in named if isinstance(value, Tensor)), None)
-        gave = _main_state(output)
+        given = given_to(args, kwargs)
+        gave = main_state(output)
         if given is not None and gave is not None:
             trace.calls.append(Call(path, module, given, gave))
 
@@ -114,7 +113,13 @@ def reason_of(error: Exception) -> str:
     return str(error) if isinstance(error, FulldepthError) else f"{type(error).__name__}: {one_line(error)}"
 
 
-def _main_state(output: Any) -> Tensor | None:
+def given_to(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The state that a module reads: its first argument, `hidden_states`, or else its first tensor."""
+    named = (*args[:1], kwargs.get("hidden_states"), *args, *kwargs.values())
+    return next((value for value in named if isinstance(value, Tensor)), None)
+
+
+def main_state(output: Any) -> Tensor | None:
     """The state in a module's output: a tensor, the first of a tuple, or the last hidden state; None for logits."""
     while not isinstance(output, Tensor):
         if isinstance(output, Mapping) and output:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.execution.branches import with_branches
 from fulldepth.execution.hooks import ROLE_OF_SITE, capture
 from fulldepth.execution.stream import Trace, find_head, follow, predict, prove_end, prove_stream, reason_of, run
 from fulldepth.hf import (
@@ -28,6 +29,7 @@ from fulldepth.hf import (
     sample_inputs,
 )
 from fulldepth.hf.finder import towers
+from fulldepth.hf.modes import state_in
 from fulldepth.hf.rounding import TOLERANCE, check_close, is_close, relative_error
 
 READS_LATER = "the model reads later tokens too"
@@ -90,7 +92,8 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
     block's output, and the last one (through the final norm) gives the body's last hidden state. The classifier applied
     to `h_L` equals the model's own logits (soft-cap, scale and bias included); for families that are not in the table,
     it is found here by following the tensors from `h_L` to the logits. The captured branches, combined by the family's
-    design, equal every block's output. A second pass, of the body alone, gives the same last state.
+    design, equal every block's output; for families that are not in the table, they are found by these sums
+    (`with_branches`). A second pass, of the body alone, gives the same last state.
 
     Args:
         candidates: anatomies to try, best guess first.
@@ -171,6 +174,11 @@ def _verify(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], optional:
             raise
         unproven["head"] = str(error)
         classifier = None
+    if anatomy.family.is_proposed and anatomy.family.attention is None and anatomy.family.mlp is None:
+        try:
+            anatomy = with_branches(anatomy, inputs)
+        except FulldepthError as error:
+            unproven["branches"] = str(error)
     try:
         verified = _prove_parts(anatomy, inputs, last)
     except FulldepthError as error:
@@ -317,7 +325,10 @@ def _check_branches(anatomy: Anatomy, states: Mapping[str, list[Tensor]]) -> Non
             second = anatomy.part(layer, "mlp_norm")
             if first is None or second is None:
                 raise FulldepthError("a post-norm block needs attention_norm and mlp_norm")
-            pairs = {"norm(x + attention)": (first(x + a), after), "norm(m + mlp)": (second(before_mlp + m), y)}
+            pairs = {
+                "norm(x + attention)": (state_in(first(x + a)), after),
+                "norm(m + mlp)": (state_in(second(before_mlp + m)), y),
+            }
         for name, (actual, expected) in pairs.items():
             check_close(f"in layer {layer}, {name} misses the block's own state", actual, expected)
 

@@ -153,6 +153,8 @@ class Family:
     """Module of a detector that predicts a box from the state of each query, from the model."""
     heads: Mapping[str, Head] | None = None
     """Ending of the model's class name -> its head; None = found by following the tensors to the logits."""
+    is_proposed: bool = False
+    """True if `fulldepth.hf.finder` named the blocks alone: attention and MLP are found by their sums."""
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Family:
@@ -161,7 +163,7 @@ class Family:
         Raises:
             FulldepthError: for an unknown field, a value of the wrong type, or when `blocks` is missing.
         """
-        names = [*(f.name for f in fields(cls) if f.name != "heads"), *HEAD_FIELDS]
+        names = [*(f.name for f in fields(cls) if f.name not in ("heads", "is_proposed")), *HEAD_FIELDS]
         for name in values:
             if name not in names:
                 raise unknown("anatomy field", name, names)

@@ -1,14 +1,11 @@
-"""Proposes the anatomy of a model that is not in the table of families, from the names and order of its modules.
+"""Proposes the lists of blocks of a model that is not in the table of families.
 
 The numerical checks at load accept or refuse a proposal (`fulldepth.execution.verify`).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -16,12 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.hf.families import BERT, OR, SKIPPED, Family, rows_of
+from fulldepth.hf.families import SKIPPED, Family, rows_of
 
-ATTENTION = re.compile(r"attn|attention|mixer", re.I)
-MLP = re.compile(r"mlp|feed_?forward|ffn|^ff$|moe|dense_h_to_4h", re.I)
-NORM = re.compile(r"norm|ln_?\d*|layernorm", re.I)
-VALUE = re.compile(r"(^|\.)(v_proj|value|v|v_lin|wv)$")
 WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 """Class of a wrapper -> its attribute that holds the model."""
 STACKS = ("encoder", "decoder")
@@ -33,9 +26,9 @@ MOST_LISTS = 24
 def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Family]:
     """Proposals for a model's anatomy, likeliest first.
 
-    Every `ModuleList` is a candidate for the list of blocks, the longest first. Attention and MLP are the children of
-    the first block with matching names; norms named after a position *behind* a branch are tried as parts of the
-    branch. Final norm and head are found by following the tensors of a pass (`fulldepth.execution.stream`).
+    Every `ModuleList` is a candidate for the list of blocks, the longest first. Attention and MLP are found by the sums
+    that blocks compute (`fulldepth.execution.branches`), final norm and head by following the tensors of a pass
+    (`fulldepth.execution.stream`).
 
     Args:
         model: a model of a family that is not in the table.
@@ -47,6 +40,8 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
     """
     name = type(model).__name__
     fields: dict[str, Any] = {"sparse": str(model.config.model_type).startswith(SKIPPED)}
+    if hasattr(model.config, "residual_multiplier"):
+        fields["branch_scale"] = "residual_multiplier"
     if tower is None:
         refuse_other_inputs(model)
         body: nn.Module = body_of(model)
@@ -71,9 +66,8 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
         )
     lists.sort(key=lambda item: (-len(item[1]), item[0].count(".")))
     return [
-        replace(family, **fields)
-        for path, blocks in lists[:MOST_LISTS]
-        for family in _proposals(model, path, blocks, fields["sparse"])
+        Family(f"found ({model.config.model_type})", blocks=path, attention=None, mlp=None, is_proposed=True, **fields)
+        for path, _ in lists[:MOST_LISTS]
     ]
 
 
@@ -154,61 +148,3 @@ def body_of(model: PreTrainedModel) -> nn.Module:
             if model.main_input_name in parameters or "hidden_states" not in parameters:
                 return part
     return model
-
-
-def _with_other_names(name: str | None, pattern: re.Pattern[str], blocks: nn.ModuleList) -> str | None:
-    """Return a name, and those that match in blocks without it: `linear_attn|self_attn` of a model that has both."""
-    names = [] if name is None else [name]
-    for children in (dict(block.named_children()) for block in blocks if name is not None):
-        if children.keys().isdisjoint(names):
-            names += [other for other in children if pattern.search(other) and not NORM.search(other)][:1]
-    return OR.join(names) or None
-
-
-def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse: bool) -> Iterator[Family]:
-    """Yield the anatomies that the names in a block allow.
-
-    The block is the first of the list, or with `sparse` the first with the most parts.
-    """
-    block = max(blocks, key=lambda block: len([*block.children()])) if sparse else blocks[0]
-    children = dict(block.named_children())
-    dropouts = {name for name, child in children.items() if isinstance(child, nn.Dropout)}
-    norms = [name for name in children if NORM.search(name) and name not in dropouts]
-    # In a sparse block without attention, a dropout may have a matching name.
-    branches = [name for name in children if name not in norms and not (sparse and name in dropouts)]
-    attention = next((name for name in branches if ATTENTION.search(name)), None)
-    mlp = next((name for name in branches if MLP.search(name)), None)
-    mlp_branch = mlp
-    if mlp is None and {"fc1", "fc2"} <= children.keys():  # OPT keeps its MLP in the block itself
-        mlp = "fc1"
-        mlp_branch = "fc2"
-    value = None
-    if attention:
-        names = [name for name, _ in block.get_submodule(attention).named_modules() if VALUE.search(name)]
-        value = f"{attention}.{names[0]}" if len(names) == 1 else None
-    family = Family(
-        f"found ({model.config.model_type})",
-        blocks=path,
-        attention=_with_other_names(attention, ATTENTION, blocks),
-        mlp=_with_other_names(mlp, MLP, blocks),
-        mlp_branch=_with_other_names(mlp_branch, MLP, blocks),
-        value=value,
-        branch_scale="residual_multiplier" if hasattr(model.config, "residual_multiplier") else None,
-    )
-    if {"attention", "intermediate", "output"} <= children.keys():
-        yield replace(BERT, name=family.name, blocks=path, heads=None)
-    if attention is None or mlp is None:
-        yield family
-        return
-    before = [name for name in norms if "post" in name or not ATTENTION.search(name)] if len(norms) > 1 else []
-    before_mlp = before[-1] if before else None
-    posts = [name for name in norms if "post" in name]
-    after_attention = next((n for n in posts if ATTENTION.search(n)), None)
-    after_mlp = next((n for n in posts if MLP.search(n)), None)
-    if after_attention and after_mlp:  # sandwich, or norms on the branches alone
-        inner = next((n for n in norms if "pre" in n and MLP.search(n)), None)
-        yield replace(family, attention_branch=after_attention, mlp_branch=after_mlp, mlp_norm=inner)
-    yield replace(family, mlp_norm=before_mlp)
-    yield replace(family, mlp_norm=before_mlp, design="parallel")
-    if len(norms) == 2:
-        yield replace(family, design="post", attention_norm=norms[0], mlp_norm=norms[1])

@@ -266,6 +266,10 @@ def obstacle_to_skipping(anatomy: Anatomy) -> str | None:
         "its attention and MLP modules are not known": not (
             anatomy.layers_with("attention") and anatomy.layers_with("mlp")
         ),
+        "its attention or its MLP adds the stream itself, so a block without it would lose the stream": any(
+            str(branch).startswith(f"{part}.")
+            for part, branch in ((family.attention, family.attention_branch), (family.mlp, family.mlp_branch))
+        ),
         "its layers share modules": len(set(anatomy.blocks)) < anatomy.num_layers,
     }
     return first_reason(obstacles)
