@@ -166,9 +166,8 @@ def _export(
         else:
             notes += save_tokenizer(
                 tokenizer,
-                (checkpoint.name, checkpoint.model.name_or_path),
+                [(name, settings.revision) for name in (checkpoint.name, checkpoint.model.name_or_path)],
                 folder,
-                revision=settings.revision,
                 trust_remote_code=settings.trust_remote_code,
             )
             publish_older_tokenizer(folder)

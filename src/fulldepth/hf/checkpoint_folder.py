@@ -187,11 +187,15 @@ def generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
 
 
 def save_tokenizer(
-    tokenizer: Any, places: Iterable[Any], folder: Path, *, revision: str | None, trust_remote_code: bool
+    tokenizer: Any, places: Iterable[tuple[Any, str | None]], folder: Path, *, trust_remote_code: bool
 ) -> list[str]:
     """Save the tokenizer, or copy the files of the first place that has one. Return notes for the user.
 
-    The revision is that of the places: a tokenizer that is named is read at its own newest one.
+    Args:
+        tokenizer: an object, or a name, which is read at its newest revision; None = from one of the places.
+        places: names of models or tokenizers, and their revisions.
+        folder: where it is saved.
+        trust_remote_code: run code that comes with the tokenizer.
 
     Raises:
         FulldepthError: if `tokenizer` is a name under which there is none, or its files are damaged.
@@ -199,8 +203,7 @@ def save_tokenizer(
     if tokenizer is not None and not isinstance(tokenizer, str | Path):
         tokenizer.save_pretrained(folder)
         return []
-    revision = revision if tokenizer is None else None
-    for source in (tokenizer,) if tokenizer is not None else places:
+    for source, revision in places if tokenizer is None else ((tokenizer, None),):
         name = find_tokenizer(source) or str(source) if isinstance(source, str | Path) and str(source) else ""
         if name and find_gguf(name) is not None:
             with suppress(FulldepthError):  # the GGUF file may hold none
@@ -211,7 +214,7 @@ def save_tokenizer(
             if copy_files(COPIED, name, folder, revision):
                 return []
     if tokenizer is not None:
-        load_tokenizer(tokenizer, revision=revision, trust_remote_code=trust_remote_code).save_pretrained(folder)
+        load_tokenizer(tokenizer, trust_remote_code=trust_remote_code).save_pretrained(folder)
         return []
     return ["No tokenizer was given, and none was found with the checkpoint."]
 

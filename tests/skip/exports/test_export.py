@@ -467,3 +467,6 @@ def test_the_revision_of_a_model_is_not_that_of_a_tokenizer_that_is_named(tmp_pa
     assert AutoTokenizer.from_pretrained(made.path).get_vocab() == tokenizer().get_vocab()
     with refused("some/other"):
         export(plan, "some/model", "folded", tmp_path / "other", tokenizer="some/other", revision="older")
+    searched = plan.changed(data={**plan.data, "tokenizer": "some/tokenizer"})
+    made = export(searched, "some/model", "folded", tmp_path / "searched", revision="older")
+    assert AutoTokenizer.from_pretrained(made.path).get_vocab() == tokenizer().get_vocab()

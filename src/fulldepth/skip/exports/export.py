@@ -239,7 +239,6 @@ def _export(
     check_output_path(target, file_format.suffix)
     settings.check_effect(format=format)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    hub: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
     _refuse_adapter(model)
     opened = open_checkpoint(model, settings, dtype=settings.dtype or plan.dtype, plain=True)
     loaded: Any = opened.model
@@ -299,7 +298,10 @@ def _export(
         if file_format.reader == "carried":
             notes.append(f"The code in this folder was tested with transformers {', '.join(TESTED_TRANSFORMERS)}.")
         notes += restore_outputs(asked, part)
-        notes += save_tokenizer(saved_tokenizer, (plan.data.get("tokenizer"), source, plan.model.name), part, **hub)
+        searched_with = (plan.data.get("tokenizer"), None)
+        models = [(name, settings.revision) for name in (source, plan.model.name)]
+        trusted = settings.trust_remote_code
+        notes += save_tokenizer(saved_tokenizer, [searched_with, *models], part, trust_remote_code=trusted)
         publish_older_tokenizer(part)
         strip_foreign_code(part, carries_code=reader == "carried")
         logit_error = prove_export(part, ids, expected, allowed, reader, reader_map)
