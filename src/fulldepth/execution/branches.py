@@ -186,7 +186,10 @@ class _RunningBlock:
                 parts = self._post(attention, reader, y) or self._pre(attention, reader, y)
                 if parts is not None:
                     return parts
-        return self._parallel(y) or (self._single(y) if self.sparse else None)
+        single = self._branch(self.x, y)
+        if self.sparse and (single is not None or torch.equal(self.x, y)):
+            return BlockParts() if single is None else self._single(single)
+        return self._parallel(y) if single is None else None
 
     def _post(self, attention: _Call, norm: _Call, y: Tensor) -> BlockParts | None:
         """The parts of a block that applies this norm to x + A, and another one to the sum of its output and M."""
@@ -215,20 +218,18 @@ class _RunningBlock:
                 return replace(self._named(attention, mlp, self.x, after=None), design="parallel", mlp_norm=None)
         return None
 
-    def _single(self, y: Tensor) -> BlockParts | None:
-        """The part of a block that lacks one of its branches, or both."""
-        branch = self._branch(self.x, y)
-        if branch is None:
-            return BlockParts() if torch.equal(self.x, y) else None
+    def _single(self, branch: _Call) -> BlockParts:
+        """The part of a block that lacks one of its branches."""
         names = self._named(branch, branch, self.x, after=None)
         if ATTENTION.search(branch.path) or ATTENTION.search(str(names.attention)):
             return replace(names, mlp=None, mlp_branch=None, mlp_norm=None)
         return replace(names, attention=None, attention_branch=None, value=None)
 
     def _outputs(self) -> list[_Call]:
-        """Modules that run once and may be a branch: those with weight matrices, then the outermost, first."""
+        """Modules that run once, give more than zeros, and may be a branch: those with matrices, then the outermost."""
         runs = Counter(call.path for call in self.calls)
-        calls = [call for call in self.calls if call.gave.shape == self.x.shape and runs[call.path] == 1]
+        states = [call for call in self.calls if call.gave.shape == self.x.shape and bool(call.gave.any())]
+        calls = [call for call in states if runs[call.path] == 1]
         return sorted(calls, key=lambda call: (call.is_vector_wise, call.depth, call.order))
 
     def _outermost(self, calls: Iterable[_Call]) -> list[_Call]:
