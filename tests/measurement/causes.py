@@ -50,7 +50,7 @@ class Family:
     attention: str = "self_attn"
     mlp: str = "mlp"
     parallel: bool = False
-    separate: bool = True  # whether attention and MLP are modules that return what they add, without the stream
+    double: bool = True  # whether everything is computed in float64 (BLOOM's softmax is not)
     serial: bool = True  # whether a block reads the stream that the block before returns, and nothing else
     gain: float = 1.0  # what the block multiplies the outputs of these modules by before it adds them
 
@@ -111,7 +111,7 @@ FAMILIES = {
         "transformer.h",
         "self_attention.dense",
         "mlp.dense_4h_to_h",
-        separate=False,
+        double=False,
     ),
 }
 """Pre-norm, parallel, post-norm branches; rotary, learned and ALiBi positions."""
@@ -390,8 +390,6 @@ def contributions(model, family, documents, begin=0):
             np.testing.assert_allclose(before + a + m, states[layer], rtol=1e-6, atol=1e-6)
             middle = before if family.parallel else before + a
             for site, update, stream in (("attention", a, before), ("mlp", m, middle), ("layer", a + m, before)):
-                if site != "layer" and not family.separate:
-                    continue
                 ratio = norm(update) / norm(stream)
                 cosine = (update * stream).sum(-1) / (norm(update) * norm(stream))
                 after = stream + update

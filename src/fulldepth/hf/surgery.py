@@ -243,9 +243,16 @@ def skipping(
 
 
 def obstacle_to_skipping(anatomy: Anatomy) -> str | None:
-    """Return the clause that says why no part of a model can be skipped (encoders, post-norm models, unknown parts);
-    None if parts can.
-    """
+    """Return the clause that says why no part of a model can be skipped, that is not computed; None if parts can."""
+    family = anatomy.family
+    paths = ((family.attention, family.attention_branch), (family.mlp, family.mlp_branch))
+    adds_stream = any(str(branch).startswith(f"{part}.") for part, branch in paths)
+    reason = "its attention or its MLP adds the stream itself, so a block without it would lose the stream"
+    return obstacle_to_removing(anatomy) or (reason if adds_stream else None)
+
+
+def obstacle_to_removing(anatomy: Anatomy) -> str | None:
+    """Return the clause that says why what a part adds to the stream cannot be removed; None if it can."""
     family = anatomy.family
     config = anatomy.model.config
     attentions = filter(None, (anatomy.part(layer, "attention") for layer in anatomy.layers))
@@ -265,10 +272,6 @@ def obstacle_to_skipping(anatomy: Anatomy) -> str | None:
         ),
         "its attention and MLP modules are not known": not (
             anatomy.layers_with("attention") and anatomy.layers_with("mlp")
-        ),
-        "its attention or its MLP adds the stream itself, so a block without it would lose the stream": any(
-            str(branch).startswith(f"{part}.")
-            for part, branch in ((family.attention, family.attention_branch), (family.mlp, family.mlp_branch))
         ),
         "its layers share modules": len(set(anatomy.blocks)) < anatomy.num_layers,
     }

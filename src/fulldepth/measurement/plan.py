@@ -11,7 +11,7 @@ from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.execution import Verified
 from fulldepth.execution.verify import READS_LATER
 from fulldepth.hf import Anatomy, Classifier, available_memory
-from fulldepth.hf.surgery import obstacle_to_skipping
+from fulldepth.hf.surgery import obstacle_to_removing
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import NO_TARGET
 from fulldepth.measurement.weights import projection_names, shares_of_heads
@@ -230,19 +230,21 @@ def _no_removal(subject: Subject, parts: Collection[str]) -> str:
     """The reason why no part of a layer can be removed; empty if parts can.
 
     Encoders are refused: their tokens read later ones, so effects on later tokens alone are not defined. A whole layer
-    of a language model can be removed also if its attention and MLP are not known: its output is then its input.
+    of a language model can be removed whatever is in it: its output is then its input.
     """
     verified = subject.verified
-    whole = {*parts} == {"layer"} and verified.chained and verified.anatomy.task == "causal-lm"
+    anatomy = verified.anatomy
+    runs_once = len(set(anatomy.blocks)) == anatomy.num_layers
+    whole = {*parts} == {"layer"} and verified.chained and anatomy.task == "causal-lm" and runs_once
     if READS_LATER in verified.unproven.get("head", ""):
         return f"{subject.kind} cannot skip blocks: {READS_LATER}, so effects on later tokens alone are not defined"
     if verified.anatomy.task == "seq2seq-lm":
         return f"{subject.kind} has an encoder beside its decoder; parts are removed from models of a single stack"
-    if not verified.branches and whole:
+    if whole:
         return ""
     if not verified.branches:
         return f"attention and MLP are not known ({verified.unproven.get('branches', 'this family names none')})"
-    reason = obstacle_to_skipping(verified.anatomy)
+    reason = obstacle_to_removing(anatomy)
     return f"{subject.kind} cannot skip blocks: {reason}" if reason else ""
 
 
