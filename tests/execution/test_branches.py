@@ -123,10 +123,13 @@ def toy_of(make_block):
     contained=st.booleans(),
     mixed_names=st.booleans(),
     silent=st.booleans(),
+    massive=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
     seed=st.integers(0, 1000),
 )
-def test_branches_are_found_whatever_they_are_called(design, scaled, contained, mixed_names, silent, dtype, seed):
+def test_branches_are_found_whatever_they_are_called(
+    design, scaled, contained, mixed_names, silent, massive, dtype, seed
+):
     torch.manual_seed(seed)
     contained = contained and design == "pre"
     model = toy_of(lambda number: Block(design, scaled, contained, mixed_names and number == 1)).to(dtype)
@@ -134,7 +137,10 @@ def test_branches_are_found_whatever_they_are_called(design, scaled, contained, 
         for module in (model.layers[0].p.end, model.layers[0].r[2]):
             for weight in module.parameters():
                 weight.data.zero_()
-    found = verify(anatomy_candidates(model), tm.inputs(model), optional=("branches",))
+    inputs = tm.inputs(model)
+    if massive and design != "post":  # a channel of the first token, beside which branches are small
+        model.embed.weight.data[inputs["input_ids"][0, 0], 5] = 3000.0
+    found = verify(anatomy_candidates(model), inputs, optional=("branches",))
     family = found.anatomy.family
     assert found.branches, found.unproven
     assert (family.design, family.mlp) == (design, "r")

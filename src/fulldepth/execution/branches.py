@@ -17,15 +17,18 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.execution.stream import given_to, main_state
 from fulldepth.hf import Anatomy, is_adapted
 from fulldepth.hf.families import OR, Design
+from fulldepth.hf.model_hash import equal
 from fulldepth.hf.modes import hooked
-from fulldepth.hf.rounding import TOLERANCE, is_close, relative_error
 
 ROWS = 32
 """Positions of a batch at which states are compared."""
 MOST_BLOCKS = 8
 """Most blocks of one make that are tried: the output of a branch may be zero in some of them."""
-UNEXPLAINED = 0.1
-"""Largest share of a change of the stream that may remain when the branch that explains it is added."""
+UNEXPLAINED = 1e-2
+"""Largest share of a change of the stream that may remain when the branch that explains it is added: rounding of the
+stream, which may be ten thousand times as large as the branch."""
+ROUNDED = 0.3
+"""The same for a sum of three states in another order than the block's, in half precision."""
 NOT_FOUND = "no two modules of a block give what it adds to its input"
 """The reason why the branches of a model are not known."""
 ATTENTION = re.compile(r"attn|attention|mixer", re.I)
@@ -166,10 +169,13 @@ class _RunningBlock:
         self.calls: list[_Call] = []
 
     def _first_rows(self, state: Tensor | None) -> Tensor:
-        """[N, D] copy of the first positions of a state (later modules may overwrite it); empty for another shape."""
+        """[N, D] copy of the first positions of a state (later modules may overwrite it); empty for another shape.
+
+        On the CPU, as the parts of a block may be on several devices.
+        """
         if state is None or state.shape[-1:] != self.shape[-1:] or state.numel() != self.shape.numel():
             return torch.empty(0)
-        return state.reshape(-1, self.shape[-1])[:ROWS].clone()
+        return state.reshape(-1, self.shape[-1])[:ROWS].to("cpu", copy=True)
 
     def add(self, path: str, module: nn.Module, given: Tensor | None, gave: Tensor | None) -> None:
         """Record the call of a module."""
@@ -187,7 +193,7 @@ class _RunningBlock:
                 if parts is not None:
                     return parts
         single = self._branch(self.x, y)
-        if self.sparse and (single is not None or torch.equal(self.x, y)):
+        if self.sparse and (single is not None or equal(self.x, y)):
             return BlockParts() if single is None else self._single(single)
         return self._parallel(y) if single is None else None
 
@@ -196,7 +202,7 @@ class _RunningBlock:
         if not norm.is_vector_wise:
             return None
         for last in self.calls[norm.order + 1 :]:
-            if last.is_vector_wise and is_close(last.gave, y):
+            if last.is_vector_wise and equal(last.gave, y):
                 mlp = self._branch(norm.gave, last.given, before=last, after=norm)
                 if mlp is not None:
                     named = self._named(attention, mlp, norm.gave, after=norm)
@@ -211,11 +217,17 @@ class _RunningBlock:
         return replace(self._named(attention, mlp, reader.given, after=attention), design="pre")
 
     def _parallel(self, y: Tensor) -> BlockParts | None:
-        """The parts of a block with y = x + A + M."""
+        """The parts of a block with y = x + A + M, summed in any order."""
+        x = self.x
         for attention in self._outputs():
-            mlp = self._branch(self.x + self.scale * attention.gave, y, after=attention)
-            if mlp is not None and not mlp.holds(attention):
-                return replace(self._named(attention, mlp, self.x, after=None), design="parallel", mlp_norm=None)
+            a = self.scale * attention.gave
+            mlp = self._branch(x + a, y, after=attention, unexplained=ROUNDED)
+            if mlp is None or mlp.holds(attention):
+                continue
+            m = self.scale * mlp.gave
+            left = min(_distance(total, y) for total in (x + a + m, a + m + x, x + m + a))
+            if left <= UNEXPLAINED * _distance(x, y):
+                return replace(self._named(attention, mlp, x, after=None), design="parallel", mlp_norm=None)
         return None
 
     def _single(self, branch: _Call) -> BlockParts:
@@ -236,23 +248,29 @@ class _RunningBlock:
         return sorted(calls, key=lambda call: (call.depth, call.order))
 
     def _branch(
-        self, start: Tensor, end: Tensor, *, after: _Call | None = None, before: _Call | None = None
+        self,
+        start: Tensor,
+        end: Tensor,
+        *,
+        after: _Call | None = None,
+        before: _Call | None = None,
+        unexplained: float = UNEXPLAINED,
     ) -> _Call | None:
         """The module whose output leads from one state to another, of those that end between two calls.
 
         Of several that do so up to rounding, the one that leaves the least; the first of `_outputs` among equal ones.
+        Differences are averaged, not compared with the largest state, beside which a branch may be small.
         """
         if start.shape != self.x.shape or end.shape != self.x.shape:
             return None
-        change = relative_error(start, end)
-        limit = min(TOLERANCE.get(end.dtype, TOLERANCE[torch.float32]), UNEXPLAINED * change)
+        change = _distance(start, end)
         best = None
         least = torch.inf
         for call in self._outputs() if change > 0 else ():
             if (after is not None and call.order <= after.order) or (before is not None and call.order >= before.order):
                 continue
-            left = relative_error(start + self.scale * call.gave, end)
-            if left <= limit and left < least:
+            left = _distance(start + self.scale * call.gave, end)
+            if left <= unexplained * change and left < least:
                 best = call
                 least = left
         return best
@@ -262,11 +280,11 @@ class _RunningBlock:
         call = branch
         while True:
             before = self.calls[: call.order]
-            givers = self._outermost(each for each in before if len(call.given) and torch.equal(each.gave, call.given))
+            givers = self._outermost(each for each in before if len(call.given) and equal(each.gave, call.given))
             giver = next((each for each in givers if not each.holds(call)), None)
             if giver is None:
                 return call
-            is_norm = giver.is_vector_wise or is_close(giver.given, state)
+            is_norm = giver.is_vector_wise or equal(giver.given, state)
             if not call.is_vector_wise and (is_norm or call.depth > 0):
                 return call
             call = giver
@@ -310,7 +328,7 @@ class _RunningBlock:
     def _readers(self, state: Tensor, after: _Call | None) -> list[_Call]:
         """The modules that read a state behind a call, the outermost first."""
         later = self.calls if after is None else self.calls[after.order + 1 :]
-        return self._outermost(call for call in later if state.numel() and is_close(call.given, state))
+        return self._outermost(call for call in later if len(state) and equal(call.given, state))
 
     def _around(self, call: _Call, other: _Call) -> str:
         """The path of a branch's module: for its last projection that of the module around it without the other one."""
@@ -327,6 +345,11 @@ class _RunningBlock:
         """The path of the only projection to value states inside attention; None if there is none, or several."""
         paths = [call.path for call in self.calls if call.path.startswith(f"{attention}.") and VALUE.search(call.path)]
         return paths[0] if len(set(paths)) == 1 else None
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Mean absolute difference of two states."""
+    return float((one.double() - other.double()).abs().mean())
 
 
 def _make(block: nn.Module) -> Make:
