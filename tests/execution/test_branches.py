@@ -174,6 +174,29 @@ def test_a_block_that_adds_more_than_two_modules_has_no_known_branches(factor, s
     assert (found.anatomy.family.attention, found.anatomy.family.mlp) == (None, None)
 
 
+class MlpFirst(nn.Module):
+    """A block that computes its MLP before its attention, both of x or one after the other."""
+
+    def __init__(self, parallel):
+        super().__init__()
+        self.parallel, self.norm_1, self.norm_2 = parallel, nn.LayerNorm(tm.WIDTH), nn.LayerNorm(tm.WIDTH)
+        self.attention, self.feed = Mixed(), nn.Linear(tm.WIDTH, tm.WIDTH)
+
+    def forward(self, hidden_states):
+        """The sum of both."""
+        added = self.feed(self.norm_1(hidden_states))
+        middle = hidden_states if self.parallel else hidden_states + added
+        mixed = self.attention(self.norm_2(middle))[0]
+        return middle + mixed + added if self.parallel else middle + mixed
+
+
+def test_an_mlp_that_is_computed_first_is_not_taken_for_the_attention():
+    parallel, serial = toy_of(lambda number: MlpFirst(True)), toy_of(lambda number: MlpFirst(False))
+    family = verify(anatomy_candidates(parallel), tm.inputs(parallel), optional=("branches",)).anatomy.family
+    assert (family.design, family.attention, family.mlp) == ("parallel", "attention", "feed")
+    assert not verify(anatomy_candidates(serial), tm.inputs(serial), optional=("branches",)).branches
+
+
 def test_blocks_of_two_designs_have_no_known_branches():
     model = toy_of(lambda number: Block("post" if number else "pre", False, False, False))
     assert not verify(anatomy_candidates(model), tm.inputs(model), optional=("branches",)).branches

@@ -32,7 +32,7 @@ ROUNDED = 0.3
 NOT_FOUND = "no two modules of a block give what it adds to its input"
 """The reason why the branches of a model are not known."""
 ATTENTION = re.compile(r"attn|attention|mixer", re.I)
-"""Names of attention, to tell what the only branch of a block is."""
+"""Names of attention, to tell which branch it is where the order does not."""
 VALUE = re.compile(r"(^|\.)(v_proj|value|v|v_lin|wv)$")
 """Names of the projection to the value states, inside attention."""
 
@@ -204,7 +204,7 @@ class _RunningBlock:
         for last in self.calls[norm.order + 1 :]:
             if last.is_vector_wise and equal(last.gave, y):
                 mlp = self._branch(norm.gave, last.given, before=last, after=norm)
-                if mlp is not None:
+                if mlp is not None and not _is_swapped(attention, mlp):
                     named = self._named(attention, mlp, norm.gave, after=norm)
                     return replace(named, design="post", attention_norm=norm.path, mlp_norm=last.path)
         return None
@@ -212,12 +212,12 @@ class _RunningBlock:
     def _pre(self, attention: _Call, reader: _Call, y: Tensor) -> BlockParts | None:
         """The parts of a block in which this module reads x' = x + A, and y = x' + M."""
         mlp = self._branch(reader.given, y, after=attention)
-        if mlp is None:
+        if mlp is None or _is_swapped(attention, mlp):
             return None
         return replace(self._named(attention, mlp, reader.given, after=attention), design="pre")
 
     def _parallel(self, y: Tensor) -> BlockParts | None:
-        """The parts of a block with y = x + A + M, summed in any order."""
+        """The parts of a block with y = x + A + M, summed in any order, of which no module reads x + A."""
         x = self.x
         for attention in self._outputs():
             a = self.scale * attention.gave
@@ -226,7 +226,10 @@ class _RunningBlock:
                 continue
             m = self.scale * mlp.gave
             left = min(_distance(total, y) for total in (x + a + m, a + m + x, x + m + a))
-            if left <= UNEXPLAINED * _distance(x, y):
+            is_serial = any(equal(call.given, x + a) for call in self.calls)
+            if left <= UNEXPLAINED * _distance(x, y) and not is_serial:
+                if _is_swapped(attention, mlp):
+                    attention, mlp = mlp, attention
                 return replace(self._named(attention, mlp, x, after=None), design="parallel", mlp_norm=None)
         return None
 
@@ -345,6 +348,11 @@ class _RunningBlock:
         """The path of the only projection to value states inside attention; None if there is none, or several."""
         paths = [call.path for call in self.calls if call.path.startswith(f"{attention}.") and VALUE.search(call.path)]
         return paths[0] if len(set(paths)) == 1 else None
+
+
+def _is_swapped(attention: _Call, mlp: _Call) -> bool:
+    """Return True if the names say that the second branch is the attention, and not the first."""
+    return ATTENTION.search(attention.path) is None and ATTENTION.search(mlp.path) is not None
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
