@@ -188,13 +188,24 @@ def test_fewer_positions_than_multiples_of_eight(count):
     assert sum(agree) == 1
 
 
-def test_layer_effect_of_layers_whose_parts_are_not_known(documents):
-    """A whole layer can be removed without knowing what is in it: Mamba's has neither attention nor MLP."""
-    sizes = {"vocab_size": 64, "hidden_size": causes.WIDTH, "num_hidden_layers": LAYERS, "state_size": 4}
-    family = Family(tf.MambaForCausalLM, {**sizes, **causes.MARKS, "conv_kernel": 2}, "backbone.layers", double=False)
+SIZES = {"vocab_size": 64, "hidden_size": causes.WIDTH, "num_hidden_layers": LAYERS, **causes.MARKS}
+BERT = {**SIZES, "intermediate_size": 48, "num_attention_heads": 4, "max_position_embeddings": 64, "is_decoder": True}
+WHOLE = {
+    "no two modules of a block give what it adds": Family(
+        tf.MambaForCausalLM, {**SIZES, "state_size": 4, "conv_kernel": 2}, "backbone.layers", double=False
+    ),
+    "its norms follow the residual sums": Family(tf.BertLMHeadModel, BERT, "bert.encoder.layer"),
+}
+"""Reason why parts cannot be removed -> a model of which whole layers can."""
+
+
+@pytest.mark.parametrize("reason", WHOLE)
+def test_layer_effect_of_layers_whose_parts_cannot_be_removed(reason, documents):
+    """A whole layer can be removed whatever is in it."""
+    family = WHOLE[reason]
     found = measured(family.build(), documents, "layer_effect")
     check_effects(found, family.build(), family, causes.ids_of(documents), "layer", cuts, close=near(family))
-    with refused("attention and MLP are not known .no two modules of a block give what it adds to its input"):
+    with refused(reason):
         measured(family.build(), documents, "layer_effect", effect_parts=["attention"])
 
 
