@@ -336,6 +336,7 @@ BAD_FILES = [
     ("e.jsonl", b'{"text": "a"}\n{"text": null}', "e.jsonl line 2, 'text'"),
     ("g.jsonl", b'{"text": "a", "label": 0.5}', "g.jsonl line 1.*0.5"),
     ("h.jsonl", b'{"text": "a", "label": "x"}\n{"text": "a", "label": 1}', "'x'"),
+    ("h.jsonl", b'{"text": "a"}\n{"text": "a", "label": 1, "text": "b"}', "h.jsonl line 2.*'text' appears twice"),
     ("i.jsonl", b"[" * 200_000, "i.jsonl line 1"),
     ("j.jsonl", b'{"text": ' + b"1" * 5000 + b"}", "j.jsonl line 1"),
     ("k.jsonl", b'{"text": "a"}\n{"text": "a", "label": 1}', "k.jsonl line 2"),

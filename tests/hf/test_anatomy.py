@@ -98,7 +98,8 @@ class Bare(tf.PreTrainedModel):
     [
         (lambda: tiny_models.build("clip"), {}, "text or vision"),
         (lambda: tiny_models.build("clip"), {"tower": "audio"}, "audio"),
-        (lambda: tf.T5ForConditionalGeneration(zoo.config_for("t5")), {}, "encoder-decoder"),
+        (lambda: tf.T5ForConditionalGeneration(zoo.config_for("t5")), {}, "encoder-decoder. Choose a stack"),
+        (lambda: tf.WhisperForConditionalGeneration(zoo.config_for("whisper")), {}, "that reads input_features; of"),
         (lambda: Bare(tiny_models.ToyConfig()), {}, r"first \(Linear\)"),
         *(
             (lambda: tiny_models.build("llama"), {"override": {"blocks": "layers", **change}}, name)

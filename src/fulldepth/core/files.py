@@ -110,7 +110,7 @@ def read_json(path: str | Path, *, most: int = MOST_BYTES, allow_constants: bool
         try:
             value = json.loads(
                 content,
-                object_pairs_hook=_unique,
+                object_pairs_hook=unique_keys,
                 parse_constant=constant,
                 parse_int=_integer,
                 parse_float=_finite,
@@ -171,7 +171,7 @@ def write_text(target: Path, text: str) -> Path:
     return target
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; refuses duplicate keys (`json` would silently keep the last one)."""
     result = dict(pairs)
     if len(result) < len(pairs):

@@ -23,7 +23,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from fulldepth.core.errors import FulldepthError, names_of, one_line
-from fulldepth.core.files import reading, reading_each
+from fulldepth.core.files import reading, reading_each, unique_keys
 from fulldepth.data.columns import Choice
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
@@ -192,8 +192,8 @@ def _decode(line: bytes, path: Path, position: int) -> str:
 
 def _json_row(line: str, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except (RecursionError, ValueError) as error:  # too deep nesting, or a number of thousands of digits
+        row = json.loads(line, object_pairs_hook=unique_keys)
+    except (RecursionError, ValueError) as error:  # too deep nesting, a key twice, or a number of thousands of digits
         raise FulldepthError(f"{where} is not valid JSON: {one_line(error)}.") from error
     if not isinstance(row, dict):
         raise FulldepthError(f"{where} holds a JSON {type(row).__name__}, expected an object such as {{'text': ...}}.")

@@ -130,6 +130,11 @@ def refuse_other_inputs(model: PreTrainedModel) -> None:
             "decoder's last state, so neither stack is the classifier. Choose the tower encoder to read that stack "
             "alone."
         )
+    if getattr(model.config, "is_encoder_decoder", False) and model.main_input_name != "input_ids":
+        raise FulldepthError(
+            f"{name} is an encoder-decoder that reads {model.main_input_name}; of encoder-decoders, only those of text "
+            "can be read."
+        )
     if getattr(model.config, "is_encoder_decoder", False):
         raise FulldepthError(
             f"{name} is an encoder-decoder. Choose a stack (tower: encoder or decoder) for fulldepth measure and "
