@@ -1,9 +1,9 @@
 """How exact folding is on trained models: the largest change of a logit, relative to the largest logit.
 
-    python benchmarks/folding.py FOLDER [--only llama,gpt2] [--spread 0.1] [--seeds 5]
+    python benchmarks/folding.py MODEL... [--spread 0.1] [--seeds 5]
 
-FOLDER holds the models of `benchmarks/skip_subjects.py`. Attention of layers 4 and 7 is skipped; scalars are drawn
-evenly from 1 - spread to 1 + spread, so that every factor moves the stream.
+A model is a checkpoint, for example of a run of `experiments/run.py small`. Attention of layers 4 and 7 is skipped;
+scalars are drawn evenly from 1 - spread to 1 + spread, so that every factor moves the stream.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import argparse
 import copy
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from fulldepth.hf import load_checkpoint
 from fulldepth.skip import Plan, fold, model_hash
-from skip_subjects import checkpoint
 
 BLOCKS = (4, 7)
 
@@ -60,13 +58,12 @@ def plan_of(
 def main() -> None:
     """Fold every model with every seed's scalars."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", default="llama,qwen3,gpt2")
+    parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--spread", type=float, default=0.1)
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
-    for name in args.only.split(","):
-        model = load_checkpoint(checkpoint(args.folder / f"{name}-0")).model
+    for name in args.models:
+        model = load_checkpoint(name).model
         layers = model.config.num_hidden_layers
         errors = [
             fold(copy.deepcopy(model), plan_of(model, layers, args.spread, seed)).logit_error
