@@ -6,15 +6,16 @@ from torch.testing import assert_close
 
 import tiny_models
 from fulldepth.core.errors import FulldepthError
-from fulldepth.execution import SITES, Activations, body_inputs, capture
+from fulldepth.execution import SITES, Activations, body_inputs, capture, find_anatomy
 from fulldepth.hf import anatomy_candidates
 from refusals import refused
 from tiny_models import gradients
 
 
 def anatomy_of(model):
-    override = tiny_models.TOY_ANATOMY if isinstance(model, tiny_models.Toy) else None
-    return anatomy_candidates(model, override=override)[0]
+    if isinstance(model, tiny_models.Toy):
+        return anatomy_candidates(model, override=tiny_models.TOY_ANATOMY)[0]
+    return find_anatomy(model)
 
 
 def portrait(model):
