@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fulldepth.core.errors import FulldepthError
-from fulldepth.execution.stream import given_to, main_state
+from fulldepth.execution.stream import main_state
 from fulldepth.hf import Anatomy, is_adapted
 from fulldepth.hf.families import OR, Design
 from fulldepth.hf.model_hash import equal
-from fulldepth.hf.modes import hooked
+from fulldepth.hf.modes import first_input, hooked
 
 ROWS = 32
 """Positions of a batch at which states are compared."""
@@ -108,7 +108,7 @@ class _Search:
 
     def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         make = _make(block)
-        state = given_to(args, kwargs)
+        state = first_input(args, kwargs)
         self._running = None
         if state is not None and self.found[make] is None and self._tried[make] < MOST_BLOCKS:
             self._tried[make] += 1
@@ -116,7 +116,7 @@ class _Search:
 
     def _record(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._running is not None:
-            self._running.add(path, module, given_to(args, kwargs), main_state(output))
+            self._running.add(path, module, first_input(args, kwargs), main_state(output))
 
     def _end(self, block: nn.Module, args: Any, output: Any) -> None:
         if self._running is not None:

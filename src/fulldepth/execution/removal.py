@@ -13,9 +13,8 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.execution.hooks import capture
 from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.hf import Anatomy
-from fulldepth.hf.modes import hooked, state_in, with_state
+from fulldepth.hf.modes import first_input, hooked, state_in, with_state
 from fulldepth.hf.scalars import ROLES
-from fulldepth.hf.surgery import first_input
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from fulldepth.hf.families import FUNCTIONS, Pool
 from fulldepth.hf.finder import STACKS
 from fulldepth.hf.heads import pool
 from fulldepth.hf.model_hash import equal
-from fulldepth.hf.modes import hooked
+from fulldepth.hf.modes import first_input, hooked
 from fulldepth.hf.rounding import is_close, relative_error
 
 LONGEST_HEAD = 4
@@ -73,7 +73,7 @@ def follow(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
     runner = anatomy.runner if alone else anatomy.model
 
     def record(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given = given_to(args, kwargs)
+        given = first_input(args, kwargs)
         gave = main_state(output)
         if given is not None and gave is not None:
             trace.calls.append(Call(path, module, given, gave))
@@ -111,12 +111,6 @@ def reason_of(error: Exception) -> str:
     if is_out_of_memory(error):
         raise error
     return str(error) if isinstance(error, FulldepthError) else f"{type(error).__name__}: {one_line(error)}"
-
-
-def given_to(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The state that a module reads: its first argument, `hidden_states`, or else its first tensor."""
-    named = (*args[:1], kwargs.get("hidden_states"), *args, *kwargs.values())
-    return next((value for value in named if isinstance(value, Tensor)), None)
 
 
 def main_state(output: Any) -> Tensor | None:

@@ -1,11 +1,11 @@
 """Context managers around a model: evaluation mode, hooks, frozen and offloaded weights, a silent library.
 
-Also what a module's hooks need: the device of its inputs, and the state in its output.
+Also what a module's hooks need: the device of its inputs, the state that it reads and that in its output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
@@ -99,6 +99,14 @@ def _hooks(module: nn.Module) -> tuple[Any, ...]:
     """Return the hooks that accelerate attached to a module."""
     outer: Any = getattr(module, "_hf_hook", None)
     return tuple(getattr(outer, "hooks", () if outer is None else (outer,)))
+
+
+def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the state that a module reads: its first argument, `hidden_states`, or else its first tensor; None without
+    one.
+    """
+    values = (*args[:1], kwargs.get("hidden_states"), *args, *kwargs.values())
+    return next((value for value in values if isinstance(value, Tensor)), None)
 
 
 def state_in(output: Any) -> Tensor:

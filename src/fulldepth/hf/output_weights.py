@@ -19,9 +19,8 @@ from torch.func import functional_call
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
-from fulldepth.hf.modes import device_of, evaluating, hooked, in_memory, state_in
+from fulldepth.hf.modes import device_of, evaluating, first_input, hooked, in_memory, state_in
 from fulldepth.hf.scalars import ROLES
-from fulldepth.hf.surgery import first_input
 
 OFFSETS = (0.0, 1.0)
 """Numbers that families add to a weight before they use it: none, or 1 as Gemma's norms do."""

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from fulldepth.core.errors import FulldepthError, first_reason
 from fulldepth.hf.anatomy import Anatomy
 from fulldepth.hf.families import OR
-from fulldepth.hf.modes import device_of, hooked, state_in, with_state
+from fulldepth.hf.modes import device_of, first_input, hooked, state_in, with_state
 from fulldepth.hf.scalars import FACTORS_OF_PART, ROLES, Block, Scalars, blocks_of, factor_names
 
 _SWITCHED: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
@@ -415,8 +415,3 @@ def _ports_of_layer(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, A
         if anatomy.family.design != "parallel":
             stream = stream + anatomy.branch_scale * state_in(first[branch][1]).view_as(stream)
     return ports
-
-
-def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the tensor input of a call."""
-    return args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
