@@ -175,6 +175,16 @@ class Order:
         """Arm and seed."""
         return self.arm, self.seed
 
+    @property
+    def folder(self) -> Path:
+        """Checkpoints of the training, and readings of a run that is not finished."""
+        return self.home / "work" / f"{self.pool}-{self.arm}-{self.seed}"
+
+    @property
+    def readings(self) -> Path:
+        """What is read so far."""
+        return self.folder / "readings.json"
+
 
 def subject_of(order: Order, checkpoint: Path) -> Subject:
     """The trained model of a run."""
@@ -196,7 +206,6 @@ def subject_of(order: Order, checkpoint: Path) -> Subject:
 
 def trained(order: Order) -> tuple[Path, dict[str, float], dict[str, Any]]:
     """Train a model, or find it trained: its checkpoint, numbers and facts of its training."""
-    folder = order.home / "work" / f"{order.pool}-{order.arm}-{order.seed}"
     settings, data = order.settings, order.data
     text = "choosing" in data
     places: dict[str, Any] = {"name": data["train"], "validation": data["heldout"], "cache": str(order.home / "tokens")}
@@ -208,7 +217,7 @@ def trained(order: Order) -> tuple[Path, dict[str, float], dict[str, Any]]:
     if "tokenizer" in data:
         changes["tokenizer"] = data["tokenizer"]
     recipe = layer(TrainSettings, merge(settings, changes))
-    results = fulldepth.train(recipe, folder, resume=True, progress=False)
+    results = fulldepth.train(recipe, order.folder, resume=True, progress=False)
     table = results.table
     steps = settings["steps"]
     last = table[table.step == steps]
@@ -226,7 +235,7 @@ def trained(order: Order) -> tuple[Path, dict[str, float], dict[str, Any]]:
         "parameters": results.meta["model"]["parameters"],
         "data": results.meta["data"]["hash"],
     }
-    return folder / f"checkpoint-{steps}", {name: float(value) for name, value in numbers.items()}, facts
+    return order.folder / f"checkpoint-{steps}", {name: float(value) for name, value in numbers.items()}, facts
 
 
 def stacked(order: Order, program: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -239,20 +248,50 @@ def stacked(order: Order, program: str) -> tuple[dict[str, Any], dict[str, Any]]
     return numbers, {"versions": versions(), "device": "cpu", "parameters": parameters, "data": "digits"}
 
 
+def probed(order: Order, checkpoint: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Numbers of a trained model, and why a probe was refused. Each probe's are stored as it ends, so that a run that
+    was killed goes on with the next.
+    """
+    subject = subject_of(order, checkpoint)
+    state: dict[str, Any] = {
+        "of": hash_of([order.settings, order.probes, versions()]),
+        "done": [],
+        "numbers": {},
+        "refused": {},
+        "chosen": [],
+    }
+    with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged file is read again
+        stored = json.loads(order.readings.read_text("utf-8"))
+        if stored["of"] == state["of"]:
+            state = stored
+    subject.chosen.update({(part, method): layers for part, method, layers in state["chosen"]})
+    for name in order.probes:
+        if name in state["done"]:
+            continue
+        try:
+            state["numbers"] |= PROBES[name](subject)
+        except StoppedError:
+            raise
+        except fulldepth.FulldepthError as error:
+            state["refused"][name] = str(error)
+        state["done"].append(name)
+        state["chosen"] = [[*key, layers] for key, layers in subject.chosen.items()]
+        part = order.readings.with_suffix(".part")
+        part.write_text(json.dumps(state), "utf-8")
+        part.replace(order.readings)
+    return state["numbers"], state["refused"]
+
+
 def execute(order: Order) -> dict[str, Any]:
     """Train one model and measure it; the line for the pool's file."""
     started = time.monotonic()
-    refused = {}
+    refused: dict[str, str] = {}
     if program := POOLS[order.pool].get("program"):
         numbers, facts = stacked(order, program)
     else:
         checkpoint, numbers, facts = trained(order)
-        subject = subject_of(order, checkpoint)
-        for name in order.probes:
-            try:
-                numbers |= PROBES[name](subject)
-            except fulldepth.FulldepthError as error:
-                refused[name] = str(error)
+        readings, refused = probed(order, checkpoint)
+        numbers |= readings
     run = {"pool": order.pool, "arm": order.arm, "seed": order.seed, "settings": hash_of(order.settings)}
     return {**run, **facts, "numbers": numbers, "refused": refused, "seconds": time.monotonic() - started}
 
@@ -332,7 +371,7 @@ def run_all(
                 job, line = answers.get(timeout=1)
             except Empty:
                 continue
-            del running[job]
+            order = running.pop(job)
             if isinstance(line, str):
                 failed += 1
                 print(f"FAILED {job[0]}, seed {job[1]}: {line}", flush=True)
@@ -340,6 +379,7 @@ def run_all(
             finished[job] = line
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(sealed(line)) + "\n")
+            order.readings.unlink(missing_ok=True)
             unfinished = [*left, *running.values()]
             eta = sum(expected_seconds(order.arm, finished) for order in unfinished) / len(workers)
             known = {"validation_loss": "loss {:.3f}", "zeta_0": "zeta_L {:.2f} %"}

@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from fulldepth.core.errors import FulldepthError, StoppedError
 from places import ROOT
+
+sys.path.insert(0, str(ROOT / "experiments"))
+
+import run as experiments
 
 PROGRAM = ROOT / "experiments" / "run.py"
 
@@ -29,3 +35,41 @@ def test_a_finished_run_is_one_line_and_is_not_repeated(tmp_path):
     assert run().returncode == 0
     assert (tmp_path / "smoke.jsonl").read_text() == stored
     assert "with other settings" in run("--set", "steps=9").stderr
+
+
+def test_a_killed_run_repeats_no_finished_probe(tmp_path, monkeypatch):
+    called = []
+    stopped = [True]
+
+    def first(subject):
+        called.append("first")
+        subject.chosen["layer", "greedy"] = [3, 5]
+        return {"one": 1.0}
+
+    def second(subject):
+        called.append("second")
+        raise FulldepthError("not for this model")
+
+    def third(subject):
+        called.append("third")
+        if stopped[0]:
+            raise StoppedError("a signal")
+        return {"three": subject.chosen["layer", "greedy"]}
+
+    monkeypatch.setattr(experiments, "PROBES", {"first": first, "second": second, "third": third})
+    monkeypatch.setattr(experiments, "subject_of", lambda order, checkpoint: SimpleNamespace(chosen={}))
+
+    def probed(**settings):
+        order = experiments.Order("pool", "arm", 0, settings, {}, tmp_path, "cpu", ["first", "second", "third"])
+        order.folder.mkdir(parents=True, exist_ok=True)
+        return experiments.probed(order, order.folder)
+
+    with pytest.raises(StoppedError):
+        probed(steps=1)
+    stopped[0] = False
+    whole = {"one": 1.0, "three": [3, 5]}, {"second": "not for this model"}
+    assert probed(steps=1) == whole
+    assert called == ["first", "second", "third", "third"]
+    assert probed(steps=1) == whole
+    assert probed(steps=2) == whole, "other settings are read anew"
+    assert called[4:] == ["first", "second", "third"]
