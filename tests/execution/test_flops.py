@@ -53,6 +53,17 @@ def test_both_counts_are_those_of_torch(name):
         assert costs.whole(Variant(), Shape(BATCH, TIME, 0), every_position=True) == expected
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gemma4_text"])
+def test_a_tower_of_images_and_layers_with_heads_of_their_own_count_as_torch_counts_them(name):
+    """Text does not pass the tower; the last layer of Gemma 4 has wider heads, which its configuration states."""
+    model = zoo.build(name, "causal-lm")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = counted(lambda: model(input_ids=tm.token_ids(BATCH, TIME), use_cache=False))
+    token = forward_flops(model, TIME)
+    assert BATCH * TIME * (token.linear + token.head + token.attention_full) == expected
+
+
 WINDOWS = {
     "mistral": {"sliding_window": 5},
     "mixtral": {"sliding_window": 5},

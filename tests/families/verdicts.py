@@ -238,7 +238,7 @@ tested*: no tiny model can be built; such a model is tried when it is loaded, as
 
 Attention and MLP are the two modules whose outputs a block adds to its input, whatever their names: a state-space model
 or a convolution in the place of attention counts as attention. Where a block adds anything else (a bias, a third
-module, a scaled stream), they are not known, and layers are measured as wholes.
+module, a scaled stream), they are not known, and layers are measured, and removed by `fulldepth skip`, as wholes.
 
 The models have two to four layers. RWKV halves its stream after every `rescale_every` (six) layers: loaded from a
 folder it is measured and cut at any depth, with `rescale_every=0` and the same logits; in memory it is refused unless

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from inspect import signature
+from operator import mul
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -24,6 +25,7 @@ from fulldepth.hf import (
     anatomy_candidates,
     exit_heads_of,
     is_offloaded,
+    layer_config,
     stacked_experts,
     task_of,
 )
@@ -131,16 +133,21 @@ def attention_spans(config: PreTrainedConfig) -> list[Span]:
         config: its `layer_types` state the kind of each layer. Without them all layers have its window, or its chunks,
             if it has any, as in transformers. Kinds that select keys by their content count as full attention.
     """
+    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    return [_span(layer_config(config, layer), kind) for layer, kind in enumerate(kinds, start=1)]
+
+
+def _span(config: PreTrainedConfig, kind: str | None) -> Span:
+    """What a layer with this configuration sees; a layer without a kind has the model's window or chunks."""
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
-    sliding = Span("window", window) if window else Span()
-    chunked = Span("chunk", chunk) if chunk else Span()
-    of_kind = {"sliding_attention": sliding, "hybrid_sliding": sliding, "chunked_attention": chunked}
-    of_kind |= dict.fromkeys(("linear_attention", "mamba", "conv", "moe"), Span("none"))
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return [of_kind.get(kind, Span()) for kind in kinds]
-    return [sliding if window else chunked] * config.num_hidden_layers
+    if kind in ("linear_attention", "mamba", "conv", "moe"):
+        return Span("none")
+    if window and kind in ("sliding_attention", "hybrid_sliding", None):
+        return Span("window", window)
+    if chunk and kind in ("chunked_attention", None):
+        return Span("chunk", chunk)
+    return Span()
 
 
 def visible_keys(config: PreTrainedConfig, sequence_length: int) -> list[float]:
@@ -211,16 +218,20 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops | 
         patches = (config.image_size // size) ** 2 if isinstance(size, int) else 0
         kernels = sum(2.0 * part.weight.numel() for part in model.modules() if isinstance(part, nn.Conv2d))
         pixels = kernels * patches / sequence_length
-    outside = {part for module in (*heads, *exit_heads_of(model).values()) for part in module.modules()}
+    configs = type(config), type(model.config)
+    stacks = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    # Text does not pass towers of images or sound.
+    towers = [part for part in stacks if model.main_input_name == "input_ids" and type(part.config) not in configs]
+    outside = {part for module in (*heads, *exit_heads_of(model).values(), *towers) for part in module.modules()}
     head = sum(weight_products(part) for module in heads for part in module.modules())
-    width = 4.0 * attention_width(config)
     keys = visible_keys(config, sequence_length)
-    full = width * sequence_length * sum(visible > 0 for visible in keys)
+    widths = [4.0 * attention_width(layer_config(config, layer)) for layer in range(1, len(keys) + 1)]
+    full = sequence_length * sum(width for width, visible in zip(widths, keys, strict=True) if visible > 0)
     extra = getattr(config, "extra_flops", None)
     return TokenFlops(
         linear=token_products(model, outside),
         head=head if causal else head / sequence_length,
-        attention=width * sum(keys) if causal else full,
+        attention=sum(map(mul, widths, keys)) if causal else full,
         attention_full=full,
         extra=(extra(sequence_length) if extra is not None else 0.0) + pixels,
     )
@@ -355,7 +366,8 @@ def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str, keep: C
         part = anatomy.part(layer, "attention")
         inside = 0.0 if part is None else token_products(part)
         attention.append(inside)
-        keys.append(0.0 if part is None else 4.0 * (attention_width(anatomy.config, part) or anatomy.width))
+        width = attention_width(layer_config(anatomy.config, layer), part) or anatomy.width
+        keys.append(0.0 if part is None else 4.0 * width)
         mlp.append(token_products(anatomy.blocks[layer - 1]) - inside)
     head = sum(weight_products(module) for path in classifier.modules for module in path.modules())
     kept_bytes = math.inf if is_offloaded(anatomy.body) else float(KEPT_BYTES * anatomy.width * anatomy.num_layers)

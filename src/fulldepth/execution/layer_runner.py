@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.execution import body_inputs, capture
+from fulldepth.execution.flops import attention_spans
 from fulldepth.execution.layer_cache import KNOWN_LAYERS, LayerCache
 from fulldepth.execution.stream import reason_of
 from fulldepth.hf import Anatomy, Classifier, cache_argument, cache_in
@@ -316,7 +317,7 @@ def _contradiction(anatomy: Anatomy, batch: Mapping[str, Tensor]) -> str | None:
         inputs = {name: tensor[:1] for name, tensor in _pair(batch).items()}
         whole = anatomy.model(**inputs, use_cache=False).logits[0]
         if not is_close(_decode(anatomy, inputs), whole):
-            window = getattr(anatomy.config, "sliding_window", None)
+            window = max(span.size for span in attention_spans(anatomy.config))
             cause = f" (its cache keeps a window of {window} positions, and its attention reads more)" if window else ""
             return f"its own decoding with a cache gives other logits than its forward pass over all tokens{cause}"
     return None

@@ -490,6 +490,13 @@ def config_parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return {"": config} | {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
 
 
+def layer_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
+    """The configuration of a 1-based layer: the model's own, except where entries differ by layer
+    (`per_layer_config`), which cannot be read from the model's.
+    """
+    return config.per_layer_config[layer - 1] if getattr(config, "is_heterogeneous", False) else config
+
+
 def unused_positions(model: nn.Module) -> int:
     """Number of rows of the position table before the first token's row. In RoBERTa and related models positions start
     after the index of the padding token; 0 in other models.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -68,13 +68,15 @@ class Switches:
 
     def __init__(self, anatomy: Anatomy, granularity: str = "attention") -> None:
         blocks_of((), granularity, anatomy.num_layers)
-        if (reason := obstacle_to_skipping(anatomy)) is not None:
-            raise FulldepthError(f"{type(anatomy.model).__name__} cannot skip blocks: {reason}.")
+        if (reason := obstacle_to_skipping(anatomy, granularity)) is not None:
+            leaves_layers = granularity != "layer" and obstacle_to_skipping(anatomy, "layer") is None
+            advice = " Skip whole layers: --granularity layer." if leaves_layers else ""
+            raise FulldepthError(f"{type(anatomy.model).__name__} cannot skip blocks: {reason}.{advice}")
         self.anatomy = anatomy
         self.granularity = granularity
         self.zeroes = anatomy.not_serial is not None
         """True if a skipped branch is computed, and its output set to zero."""
-        self.no_scalars = anatomy.not_serial
+        self.no_scalars = anatomy.not_serial or obstacle_to_skipping(anatomy, "any")
         """The reason why scalars are refused; None if they are not."""
         self.skipped: frozenset[Block] = frozenset()
         """The blocks that are skipped at present."""
@@ -125,7 +127,8 @@ class Switches:
             )
         self._ports = {layer: {} for layer in self.anatomy.layers}
         if not self.zeroes:
-            self._ports = _ports(self.anatomy)
+            whole = self.granularity == "layer" and self.no_scalars is not None
+            self._ports = _ports(self.anatomy, () if whole else ROLES)
         _SWITCHED[blocks] = self
         model = self.anatomy.model
         self._replace(0, model, partial(self._save, model.save_pretrained), "save_pretrained")
@@ -189,8 +192,8 @@ class Switches:
             port = self._ports[layer][part]
             if port.norm is not None and not port.shared:
                 self._replace(layer, port.norm, partial(_without, 0, None, True))
-            attention = self.anatomy.part(layer, "attention") or nn.Identity()
-            stated = (getattr(module, "layer_idx", None) for module in attention.modules())
+            caching = self.anatomy.part(layer, "attention") or block
+            stated = (getattr(module, "layer_idx", None) for module in caching.modules())
             indices = (index for index in stated if isinstance(index, int))
             index = None if part == "mlp" else next(indices, layer - 1)
             self._replace(layer, port.part, partial(_without, port.outputs, index, part == "layer"))
@@ -242,17 +245,25 @@ def skipping(
         yield switches
 
 
-def obstacle_to_skipping(anatomy: Anatomy) -> str | None:
-    """Return the clause that says why no part of a model can be skipped, that is not computed; None if parts can."""
+def obstacle_to_skipping(anatomy: Anatomy, granularity: str) -> str | None:
+    """Return the clause that says why nothing of this granularity can be skipped, that is not computed; None if
+    it can.
+    """
     family = anatomy.family
     paths = ((family.attention, family.attention_branch), (family.mlp, family.mlp_branch))
     adds_stream = any(str(branch).startswith(f"{part}.") for part, branch in paths)
     reason = "its attention or its MLP adds the stream itself, so a block without it would lose the stream"
-    return obstacle_to_removing(anatomy) or (reason if adds_stream else None)
+    whole = granularity == "layer" and anatomy.not_serial is None
+    return obstacle_to_removing(anatomy, whole) or (reason if adds_stream and not whole else None)
 
 
-def obstacle_to_removing(anatomy: Anatomy) -> str | None:
-    """Return the clause that says why what a part adds to the stream cannot be removed; None if it can."""
+def obstacle_to_removing(anatomy: Anatomy, whole: bool = False) -> str | None:
+    """Return the clause that says why what a part adds to the stream cannot be removed; None if it can.
+
+    Args:
+        anatomy: of the model.
+        whole: only whole layers are removed; their attention and MLP need not be known.
+    """
     family = anatomy.family
     config = anatomy.model.config
     attentions = filter(None, (anatomy.part(layer, "attention") for layer in anatomy.layers))
@@ -262,16 +273,17 @@ def obstacle_to_removing(anatomy: Anatomy) -> str | None:
             anatomy.task in ("masked-lm", "image-classification")
             or family.modality != "text"
             or family.tower is not None
-            or not causal
+            or not (causal or whole)
         ),
         "its attention also reads an encoder": (
-            getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+            getattr(config, "is_encoder_decoder", False)
+            or (getattr(config, "add_cross_attention", False) and not whole)
         ),
         "its norms follow the residual sums, so a block without its branch would change the stream": (
-            family.design == "post"
+            family.design == "post" and not whole
         ),
         "its attention and MLP modules are not known": not (
-            anatomy.layers_with("attention") and anatomy.layers_with("mlp")
+            whole or (anatomy.layers_with("attention") and anatomy.layers_with("mlp"))
         ),
         "its layers share modules": len(set(anatomy.blocks)) < anatomy.num_layers,
     }
@@ -367,8 +379,8 @@ def _refuse(layer: int, skipped: bool, names: tuple[str, ...], *args: Any, **kwa
     )
 
 
-def _ports(anatomy: Anatomy) -> dict[int, dict[str, Port]]:
-    """1-based layer -> its ports `layer`, `attention` and `mlp`, recorded while two tokens run through the model."""
+def _ports(anatomy: Anatomy, roles: Collection[str]) -> dict[int, dict[str, Port]]:
+    """1-based layer -> its port `layer` and those of `roles`, recorded while two tokens run through the model."""
     calls: dict[int, list[tuple[nn.Module, Any, Any]]] = {}
 
     def record(layer: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -378,23 +390,25 @@ def _ports(anatomy: Anatomy) -> dict[int, dict[str, Port]]:
     devices = [ids.device] if ids.device.type == "cuda" else []
     modules: list[tuple[int, nn.Module]] = []
     for layer, block in enumerate(anatomy.blocks, start=1):
-        parts = (anatomy.part(layer, f"{role}{end}") for role in ROLES for end in ("", "_branch"))
+        parts = (anatomy.part(layer, f"{role}{end}") for role in roles for end in ("", "_branch"))
         modules += [(layer, module) for module in {block, *block.children(), *filter(None, parts)}]
     hooks = (module.register_forward_hook(partial(record, layer), with_kwargs=True) for layer, module in modules)
     with hooked(hooks), warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices):
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # under gradient checkpointing
         anatomy.body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    return {layer: _ports_of_layer(anatomy, layer, calls[layer]) for layer in calls}
+    return {layer: _ports_of_layer(anatomy, layer, roles, calls[layer]) for layer in calls}
 
 
-def _ports_of_layer(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, Any, Any]]) -> dict[str, Port]:
+def _ports_of_layer(
+    anatomy: Anatomy, layer: int, roles: Collection[str], calls: list[tuple[nn.Module, Any, Any]]
+) -> dict[str, Port]:
     """Return the ports of one block. Refuse a block that does not call its parts as the anatomy says."""
     block = anatomy.blocks[layer - 1]
     names = {module: name for name, module in block.named_children()}
     first = {module: (states, output) for module, states, output in reversed(calls)}
     stream, output = first[block]
-    ports = {"layer": Port(block, block, None, False, len(output) if isinstance(output, tuple) else 0)}
-    for role in ROLES:
+    ports = {"layer": Port(block, block, None, False, len(output) if isinstance(output, tuple | list) else 0)}
+    for role in roles:
         part = anatomy.part(layer, role)
         branch = anatomy.part(layer, f"{role}_branch")
         if part is None or branch is None:
@@ -404,7 +418,7 @@ def _ports_of_layer(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, A
         states, output = first[part]
         readers = [module for module, other, _ in calls if other is states]
         norm, source, _ = next((c for c in calls if c[2] is states and c[0] in names), (None, states, None))
-        ports[role] = Port(part, branch, norm, len(readers) > 1, len(output) if isinstance(output, tuple) else 0)
+        ports[role] = Port(part, branch, norm, len(readers) > 1, len(output) if isinstance(output, tuple | list) else 0)
         # A tenth allows rounding in any dtype; a state and its norm differ by more. Dropout would prevent the check.
         reads = isinstance(source, Tensor) and source.numel() == stream.numel()
         if not block.training and not (

@@ -224,7 +224,8 @@ def cut_config(anatomy: Anatomy, remaining: Sequence[int]) -> CutConfig:
     by_list = []
     for name, value in changes.items():
         is_list = isinstance(value, list) and isinstance(inner.get(name), list)
-        if is_list and name not in LISTS_OF_LAYERS and value != inner[name][: len(value)]:
+        by_layer = is_list and len(inner[name]) == anatomy.num_layers and name not in LISTS_OF_LAYERS
+        if by_layer and value != inner[name][: len(value)]:
             by_list.append(name)
     inner |= changes
     try:

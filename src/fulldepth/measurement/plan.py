@@ -234,17 +234,14 @@ def _no_removal(subject: Subject, parts: Collection[str]) -> str:
     """
     verified = subject.verified
     anatomy = verified.anatomy
-    runs_once = len(set(anatomy.blocks)) == anatomy.num_layers
-    whole = {*parts} == {"layer"} and verified.chained and anatomy.task == "causal-lm" and runs_once
+    whole = {*parts} == {"layer"} and verified.chained
     if READS_LATER in verified.unproven.get("head", ""):
         return f"{subject.kind} cannot skip blocks: {READS_LATER}, so effects on later tokens alone are not defined"
     if verified.anatomy.task == "seq2seq-lm":
         return f"{subject.kind} has an encoder beside its decoder; parts are removed from models of a single stack"
-    if whole:
-        return ""
-    if not verified.branches:
+    if not (whole or verified.branches):
         return f"attention and MLP are not known ({verified.unproven.get('branches', 'this family names none')})"
-    reason = obstacle_to_removing(anatomy)
+    reason = obstacle_to_removing(anatomy, whole)
     return f"{subject.kind} cannot skip blocks: {reason}" if reason else ""
 
 

@@ -51,6 +51,7 @@ from fulldepth.hf import (
 from fulldepth.hf.checkpoint_folder import check_disk_space, check_output_path
 from fulldepth.hf.modes import hooked, state_in
 from fulldepth.hf.scalars import ROLES
+from fulldepth.hf.surgery import obstacle_to_removing
 from fulldepth.settings import layer as layered
 from fulldepth.settings.heal import HealSettings
 from fulldepth.settings.keywords import takes_settings
@@ -217,6 +218,11 @@ def _check_healing(
             f"{subject.kind} cannot be healed: {reason}. Least squares compare one stream layer by layer, "
             "and training would bring the removed branches back, which stay in the model with weights of zero. "
             "`fulldepth skip apply --format folded` writes the plan's checkpoint."
+        )
+    if reason := obstacle_to_removing(subject.anatomy):
+        raise FulldepthError(
+            f"{subject.kind} cannot be healed: {reason}, and healing needs the places where removed attention and MLP "
+            "are added. `fulldepth skip apply --format layer` writes the plan's checkpoint, which can be trained on."
         )
     format_used = format_for(plan, original)
     formats = [settings.format or format_used] + [format_used] * bool(settings.steps) + ["gguf"] * bool(settings.gguf)
@@ -454,8 +460,6 @@ def _heal(
     fitted, choosing = ([b.to(device_of(original)) for b in make_batches(part, batch_size)] for part in rows)
     source, _ = prove(original, fitted[0].inputs)
     anatomy, _ = prove(healed, fitted[0].inputs)
-    if anatomy.family.design == "post":
-        raise FulldepthError(f"A {type(healed).__name__} cannot be refitted: its norms come after the sums.")
     removed = frozenset((layer, role) for role in ROLES for layer in plan.lacking(role))
     pairs = ends(anatomy, removed)
     weights = find_output_weights(anatomy, pairs, probes(anatomy))

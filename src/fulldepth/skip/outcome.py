@@ -17,6 +17,7 @@ from typing import Any
 from fulldepth.core.thresholds import BUSY
 from fulldepth.core.uncertainty import FEWEST_DOCUMENTS, SIGNIFICANT
 from fulldepth.data.examples import units
+from fulldepth.hf.surgery import obstacle_to_removing
 from fulldepth.results import Finding, Results, finite, provenance, stacked, tabulate
 from fulldepth.skip.goal import REACHED, fastest
 from fulldepth.skip.plan import Plan, in_sample
@@ -68,10 +69,12 @@ def search_results(
         why = "heal what is left, and write"
         verb = "heal"
         options = ["--data", str(given), *apart, "--output", "healed/"]
-        if problem.scorer.costs.zeroes:
+        only_layers = obstacle_to_removing(problem.scorer.anatomy) is not None
+        if only_layers or problem.scorer.costs.zeroes:
             why = "write"
             verb = "apply"
-            options = ["--format", "folded", "--output", "folded/"]
+            format = "layer" if only_layers else "folded"
+            options = ["--format", format, "--output", f"{format}/"]
         command = shlex.join(["skip", verb, str(folder), plan.model.name, *options])
         document["next"] = {"why": f"{why} a checkpoint:", "command": f"fulldepth {command}"}
     return Results(stacked(tables, removed="Int64", state="str"), dict(finite(document)))

@@ -17,6 +17,7 @@ from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples, read_examples
 from fulldepth.data.tokens import check_vocabulary, plain_ids
 from fulldepth.execution.scoring import SCALED, ScoredBatch, Scorer, make_batches
+from fulldepth.execution.verify import Verified
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.settings.search import PLACES, CurveSettings, HeldoutSettings, SearchSettings
@@ -64,7 +65,11 @@ class SearchProblem:
         check_search_target(settings, subject.anatomy.num_layers)
         examples = read_data(subject, data, settings, heldout=heldout)
         chunks = split(examples, settings)
-        anatomy = subject.prove({name: rows[:2] for name, rows in chunks[0][0].inputs.items()}).anatomy
+        verified = subject.prove({name: rows[:2] for name, rows in chunks[0][0].inputs.items()})
+        anatomy = verified.anatomy
+        whole = settings.granularity == "layer" and anatomy.not_serial is None
+        if not (verified.chained if whole else verified.branches):
+            raise FulldepthError(f"{subject.kind} cannot skip blocks: {_unremovable(verified, whole)}")
         _ = subject.hash  # computed here: switches change the names of weights
         with Switches(anatomy, kind := settings.granularity) as switches:
             scorer = Scorer(anatomy, subject.classifier, switches, chunks[0][0], keep=settings.keep)
@@ -98,6 +103,15 @@ class SearchProblem:
         return self.settings.model_dump(exclude=PLACES)
 
 
+def _unremovable(verified: Verified, whole: bool) -> str:
+    """Return why parts, or `whole` layers, of a proven model have no place that they could be removed from."""
+    if whole:
+        return "its layers do not read the state that the layer before gives, so none can be left out."
+    reason = verified.unproven.get("branches", "this family names none")
+    advice = " Skip whole layers: --granularity layer." if verified.chained else ""
+    return f"its attention and MLP are not known ({reason}).{advice}"
+
+
 @contextmanager
 def open_for_search(
     model: str | Path | PreTrainedModel, settings: SearchSettings, process: Processes, tokenizer: Any = None
@@ -107,8 +121,8 @@ def open_for_search(
     Raises:
         FulldepthError: as `Subject.open`; for settings that the model makes meaningless.
     """
-    needs = {"language", "head", "branches", "plain"}
     device = process.device(settings.device)
+    needs = {"language", "head", "plain"}
     with Subject.open(model, None, settings, needs=needs, tokenizer=tokenizer, device=device) as subject:
         if subject.anatomy.not_serial is not None:
             refused = {

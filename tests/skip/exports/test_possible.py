@@ -16,6 +16,8 @@ from families import zoo
 from fulldepth.execution import find_anatomy
 from fulldepth.skip import export, load, search
 from fulldepth.skip.exports.fold import scaled_logits
+from fulldepth.skip.exports.formats import export_obstacle
+from fulldepth.skip.heal import heal
 from refusals import refused
 from skip import planned
 from skip.word_tokenizer import tokenizer, words
@@ -56,3 +58,31 @@ def test_models_that_read_images_are_exported_whole_or_as_their_language_model_a
     assert vision
     assert all(torch.equal(before[name], again[name]) for name in vision)
     assert same_weights(model, before)
+
+
+@pytest.mark.parametrize("family", ["mamba", "openai-gpt", "bloom"])
+@torch.no_grad()
+def test_whole_layers_are_left_out_where_attention_and_mlp_are_not_known_or_have_no_place_of_their_own(
+    family, tmp_path
+):
+    """A state-space model, norms after the sums and no cache, and attention that adds the stream itself."""
+    model = zoo.build(family, "causal-lm")
+    plan = search(model, planned.texts(90), granularity="layer", search="given", given=[2], fit=False, progress=False)
+    made = export(plan, model, "layer", tmp_path / "layer")
+    assert made.logit_error == 0
+    assert load(made.path).num_parameters() < model.num_parameters()
+    if family == "bloom":  # zeros in the attention's output weights leave the stream that it adds
+        assert export(plan, model, "folded", tmp_path / "folded").logit_error < 1e-6
+        return
+    with refused("folded sets what removed attention and MLP add to zero.* Use --format layer"):
+        export(plan, model, "folded", tmp_path / "folded")
+    with refused("cannot be healed: its .* --format layer` writes"):
+        heal(plan, model, planned.texts(90), tmp_path / "healed", steps=0)
+    with refused("takes no scalars: its .* Search with --no-fit"):
+        search(model, planned.texts(90), granularity="layer", search="given", given=[2], progress=False)
+
+
+def test_a_list_that_has_not_one_entry_per_layer_says_nothing_of_the_kinds_of_layers():
+    """GPT-Neo's `attention_types` states counts."""
+    model = zoo.build("gpt_neo", "causal-lm", num_layers=4, attention_types=[[["global", "local"], 2]])
+    assert "only from the list attention_layers of the configuration" in export_obstacle(model, "layer")

@@ -80,17 +80,23 @@ def read_companions(folder: str, carried: bool) -> None:
 
 @torch.no_grad()
 def logits(model: Any, ids: torch.Tensor, cached: bool) -> torch.Tensor:
-    """[B, T, V] logits, at once, or most of the sequence first and then token by token with a cache."""
-    mask = torch.ones_like(ids)
+    """[B, T, V] logits, at once, or most of the sequence first and then token by token with a cache.
+
+    Without a mask, because nothing is padding, and Mamba takes that of the new tokens alone. A class that returns no
+    cache runs at once.
+    """
+    whole: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     if not cached:
-        return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return model(**whole).logits
     length = ids.shape[1]
     start = max(1, length - 4)
     parts = []
     cache = None
     for begin, end in [(0, start), *((at, at + 1) for at in range(start, length))]:
-        outputs = model(input_ids=ids[:, begin:end], attention_mask=mask[:, :end], use_cache=True, **{CACHE: cache})
-        cache = outputs[CACHE]
+        outputs = model(input_ids=ids[:, begin:end], use_cache=True, **{CACHE: cache})
+        cache = dict(outputs).get(CACHE)
+        if cache is None:
+            return model(**whole).logits
         parts.append(outputs.logits)
     return torch.cat(parts, dim=1)
 

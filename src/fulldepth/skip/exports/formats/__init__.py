@@ -7,6 +7,7 @@ from fulldepth.execution import find_anatomy
 from fulldepth.hf import Anatomy, check_depth, without_layers
 from fulldepth.hf.gguf import read_header
 from fulldepth.hf.stock import as_stock
+from fulldepth.hf.surgery import obstacle_to_removing
 from fulldepth.skip.exports.fold import folding_obstacle
 from fulldepth.skip.exports.formats.checkpoint import Draft, as_text, carries_code
 from fulldepth.skip.exports.formats.decilm import DeciLM
@@ -109,9 +110,10 @@ def export_obstacle(model: PreTrainedModel, granularity: str, *, fit: bool = Fal
         try:
             without_layers(anatomy, remaining)
         except FulldepthError as error:
-            obstacles.append(
-                f"A plan of whole layers can be exported as folded only, with zeros in their place. {error}"
-            )
+            plans = "A plan of whole layers can be exported as folded only, with zeros in their place."
+            if obstacle_to_removing(anatomy):
+                plans = "Not every plan of whole layers can be exported."
+            obstacles.append(f"{plans} {error}")
         else:
             reason = misread_without(anatomy, remaining)
             obstacles += [] if reason is None else [f"Not every plan of whole layers has an export. {reason}"]

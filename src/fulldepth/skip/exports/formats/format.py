@@ -20,6 +20,7 @@ from fulldepth.hf.gguf import SCALED_BY_WIDTH
 from fulldepth.hf.rounding import TOLERANCE
 from fulldepth.hf.scalars import GRANULARITIES, ROLES
 from fulldepth.hf.stream_scale import write_stream_scale
+from fulldepth.hf.surgery import obstacle_to_removing
 from fulldepth.skip.exports.fold import Folding, heals, prepare_folding
 from fulldepth.skip.exports.formats.checkpoint import Draft, carries_code, save
 from fulldepth.skip.plan import Plan
@@ -121,6 +122,18 @@ class Folded(Format):
     granularities = GRANULARITIES
     keeps_class = True
 
+    def check(self, model: PreTrainedModel, plan: Plan) -> None:
+        """Refuse a model in which zeros cannot stand for a removed layer.
+
+        Raises:
+            FulldepthError: with the reason.
+        """
+        if reason := obstacle_to_removing(find_anatomy(model)):
+            raise FulldepthError(
+                f"The format {self.name} sets what removed attention and MLP add to zero, which a "
+                f"{type(model).__name__} does not allow: {reason}. Use --format layer."
+            )
+
     def write(self, draft: Draft) -> list[str]:
         """Write all weights."""
         model = draft.model
@@ -155,7 +168,8 @@ class Layer(Format):
             try:
                 without_layers(anatomy, remaining(plan, anatomy))
             except FulldepthError as error:
-                raise FulldepthError(f"{error} Use --format folded.") from error
+                advice = "" if obstacle_to_removing(anatomy) else " Use --format folded."
+                raise FulldepthError(f"{error}{advice}") from error
 
     def misread(self, anatomy: Anatomy, plan: Plan) -> str | None:
         """Return why some programs would compute another model from the remaining layers; None if none would."""
