@@ -36,6 +36,15 @@ def test_a_round_trip_keeps_class_weights_and_hash(name, tmp_path):
     assert load_checkpoint(tmp_path).config_hash != loaded.config_hash
 
 
+def test_tables_of_integers_load_under_modules_that_transformers_renames(tmp_path):
+    """DeepSeek-V4 stores `ffn.gate.tid2eid`, and its model has `mlp.gate.tid2eid`."""
+    model = zoo.build("deepseek_v4", "causal-lm")
+    model.save_pretrained(tmp_path)
+    again = load_checkpoint(str(tmp_path)).model
+    assert any(tensor.dtype == torch.int64 for tensor in again.state_dict().values())
+    assert tiny_models.same_weights(again, model)
+
+
 def test_precision_is_the_checkpoints_own_unless_asked(tmp_path):
     model = tiny_models.build("gpt2", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)

@@ -245,9 +245,13 @@ def check_stored_types(where: str, weights: Weights, model: PreTrainedModel, une
     """
     tensors = dict(model.named_buffers()) | model.state_dict()
     accepted = [*(name for name, tensor in tensors.items() if not tensor.is_floating_point()), *unexpected]
+    # Loading may rename the modules around a tensor (`conversion_mapping` of transformers), but not tables of integers.
+    tables = {name.rpartition(".")[2] for name in accepted} - {"weight", "bias"}
     unread = [UNREAD, *(model._keys_to_ignore_on_load_unexpected or ())]
     for name, kind in sorted(weights.dtypes.items()):
-        is_accepted = any(f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}") for other in accepted)
+        is_accepted = name.rpartition(".")[2] in tables or any(
+            f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}") for other in accepted
+        )
         if not (kind.startswith(("F", "BF")) or is_accepted or any(re.search(pattern, name) for pattern in unread)):
             raise FulldepthError(
                 f"{one_line(name, 200)} is stored as {kind} in {where}, but {type(model).__name__} needs floating "
