@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
 import tiny_models as tm
+from fulldepth.results import Results
 from fulldepth.skip.search import search
 from refusals import refused
 from skip import plain
@@ -92,6 +94,18 @@ def test_groups_are_the_runs_of_smallest_angle(model):
     weights = [sum(w.numel() for w in block.parameters()) for block in plain.blocks_of(model)]
     share = 1 - 1.5 * weights[0] / sum(w.numel() for w in model.parameters())  # two equal layers reach it, one does not
     assert picked(model, "groups", "layer", target_bytes=share) == runs[1]
+
+
+def test_groups_without_losses_save_the_angle_of_every_run(tmp_path):
+    model = plain.trained(5, 32, 200)
+    options = {"search": "groups", "granularity": "layer", "blocks": 2, "fit": False, "output": tmp_path / "plan"}
+    search(model, EXAMPLES, **options)
+    angles = [cosine(h[::2][:-2], h[::2][2:]).arccos() for h in streams(model)]
+    expected = torch.cat(angles, dim=1).mean(1) / math.pi
+    rows = Results.load(tmp_path / "plan").table
+    assert (rows.measure.tolist(), rows.layer.tolist()) == (["angle"] * 4, [1, 2, 3, 4])
+    assert rows.value.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    assert "Angle of a run" in (tmp_path / "plan" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

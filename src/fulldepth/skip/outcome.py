@@ -1,8 +1,8 @@
 """A plan as a result folder.
 
 Rows, with the columns `removed` (blocks) and `state` (`original`, `skipped`, `healed`, `scalars_only`): `loss` after
-every removal, healed, and of the control; `influence` (`cosine`) or `sensitivity` (`taylor`) of every candidate, by
-which a ranking chose. These alone where losses were not computed.
+every removal, healed, and of the control; `influence` (`cosine`), `angle` (`groups`) or `sensitivity` (`taylor`) of
+every candidate, by which a ranking chose. These alone where losses were not computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fulldepth.skip.plan import Plan, in_sample
 from fulldepth.skip.problem import SearchProblem
 
 KIND = "skip"
-SCORES = {"cosine": ("influence", "1"), "taylor": ("sensitivity", "nats")}
+SCORES = {"cosine": ("influence", "1"), "groups": ("angle", "1"), "taylor": ("sensitivity", "nats")}
 """Search -> the measure of the scores that it ranks by, and its unit."""
 FIFTH = 5
 """Rows of the data for each row that is held out."""

@@ -60,14 +60,17 @@ def rank_blocks(
         goal: the ranking is cut where it is reached.
         seed: of `random`.
         given: blocks of `given`, as in `Plan.blocks`.
-        scores: receives what `cosine` and `taylor` rank by, for every candidate: the mean over tokens, in nats for
-            `taylor`.
+        scores: receives what `cosine`, `groups` and `taylor` rank by, for every candidate (of `groups` the first layer
+            of a run): the mean over tokens, in nats for `taylor`.
     """
     costs = loss_cache.costs
     if search == "given":
         return picks_of(given or (), costs.granularity)
     count = int(goal.needed) if goal.target == "blocks" else len(costs.able)
-    ranked = _closest_run(loss_cache, goal) if search == "groups" else _ranked(loss_cache, search, count, seed, scores)
+    if search == "groups":
+        ranked = _closest_run(loss_cache, goal, scores)
+    else:
+        ranked = _ranked(loss_cache, search, count, seed, scores)
     removed = BASE
     picks = list[Variant]()
     for block in ranked:
@@ -99,15 +102,23 @@ def _ranked(
         sums = _summed(loss_cache, search, sensitivity if costly else measure, len(removable), training=costly)
         scores = dict(zip(removable, map(abs, sums), strict=True))
         if means is not None:
-            batches = [batch for chunk in loss_cache.chunks for batch in chunk]
-            predicted = sum(len(batch.targets) for batch in batches)
-            tokens = predicted if costly else sum(int(batch.inputs["attention_mask"].sum()) for batch in batches)
+            tokens = _tokens(loss_cache, predicted=costly)
             means |= {block: score / tokens for block, score in scores.items()}
     return sorted(removable, key=lambda block: (scores[block], block))
 
 
-def _closest_run(loss_cache: LossCache, goal: Goal) -> list[Block]:
+def _tokens(loss_cache: LossCache, *, predicted: bool) -> int:
+    """The number of tokens that are not padding, or of those that are predicted."""
+    batches = [batch for chunk in loss_cache.chunks for batch in chunk]
+    if predicted:
+        return sum(len(batch.targets) for batch in batches)
+    return sum(int(batch.inputs["attention_mask"].sum()) for batch in batches)
+
+
+def _closest_run(loss_cache: LossCache, goal: Goal, means: dict[Block, float] | None = None) -> list[Block]:
     """The run of layers that turns the stream least, of those that just reach the goal; its last layer first.
+
+    Means over tokens of the runs' angles are put into `means`, under the first block of each.
 
     Raises:
         FulldepthError: if none reaches it.
@@ -130,6 +141,9 @@ def _closest_run(loss_cache: LossCache, goal: Goal) -> list[Block]:
             "No run of neighbouring layers reaches the target. Ask for fewer blocks, a lower speed-up or more bytes."
         )
     angles = _summed(loss_cache, "groups", partial(influence, runs=runs, angles=True), len(runs))
+    if means is not None:
+        tokens = _tokens(loss_cache, predicted=False)
+        means |= {run[0]: angle / tokens for run, angle in zip(runs, angles, strict=True)}
     return runs[angles.index(min(angles))][::-1]
 
 
