@@ -91,8 +91,8 @@ class Runner:
             start = now(ids.device)
             output = self.model(input_ids=prompt, **self._options)
             cache = cache_in(output)
-            if cache is None or all(getattr(cache, "is_linear", (False,))):  # recurrent states alone
-                raise FulldepthError(f"{type(self.model).__name__} gives no cache of keys and values to decode with.")
+            if cache is None:
+                raise FulldepthError(f"{type(self.model).__name__} gives no cache to decode with.")
             between = now(ids.device)
             for token, position in zip(steps, positions, strict=True):
                 output = self.model(input_ids=token, **{self._cache_name: cache}, **position, **self._options)
