@@ -82,6 +82,13 @@ def test_whole_layers_are_left_out_where_attention_and_mlp_are_not_known_or_have
         search(model, planned.texts(90), granularity="layer", search="given", given=[2], progress=False)
 
 
+@torch.no_grad()
+def test_decoding_is_proved_as_generate_decodes(tmp_path):
+    """Bamba, which counts positions wrongly unless it is given them."""
+    model = zoo.build("bamba", "causal-lm")
+    assert export(planned.plan(model, (2,), values=None), model, "folded", tmp_path / "folded").logit_error < 1e-6
+
+
 def test_a_list_that_has_not_one_entry_per_layer_says_nothing_of_the_kinds_of_layers():
     """GPT-Neo's `attention_types` states counts."""
     model = zoo.build("gpt_neo", "causal-lm", num_layers=4, attention_types=[[["global", "local"], 2]])

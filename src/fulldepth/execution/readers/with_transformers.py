@@ -12,6 +12,7 @@ without a cache, relative; 0 for other classes.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -82,18 +83,23 @@ def read_companions(folder: str, carried: bool) -> None:
 def logits(model: Any, ids: torch.Tensor, cached: bool) -> torch.Tensor:
     """[B, T, V] logits, at once, or most of the sequence first and then token by token with a cache.
 
-    Without a mask, because nothing is padding, and Mamba takes that of the new tokens alone. A class that returns no
-    cache runs at once.
+    As in `generate`, the tokens' positions are given to a class that takes them: Bamba counts wrongly by itself. Without
+    a mask, because nothing is padding, and Mamba takes that of the new tokens alone. A class that returns no cache runs
+    at once.
     """
     whole: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     if not cached:
         return model(**whole).logits
     length = ids.shape[1]
     start = max(1, length - 4)
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     parts = []
     cache = None
     for begin, end in [(0, start), *((at, at + 1) for at in range(start, length))]:
-        outputs = model(input_ids=ids[:, begin:end], use_cache=True, **{CACHE: cache})
+        part: dict[str, Any] = {"input_ids": ids[:, begin:end], CACHE: cache}
+        if takes_positions:
+            part["position_ids"] = torch.arange(begin, end, device=ids.device).expand(len(ids), -1)
+        outputs = model(**part, use_cache=True)
         cache = dict(outputs).get(CACHE)
         if cache is None:
             return model(**whole).logits
