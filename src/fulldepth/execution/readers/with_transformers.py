@@ -83,9 +83,9 @@ def read_companions(folder: str, carried: bool) -> None:
 def logits(model: Any, ids: torch.Tensor, cached: bool) -> torch.Tensor:
     """[B, T, V] logits, at once, or most of the sequence first and then token by token with a cache.
 
-    As in `generate`, the tokens' positions are given to a class that takes them: Bamba counts wrongly by itself. Without
-    a mask, because nothing is padding, and Mamba takes that of the new tokens alone. A class that returns no cache runs
-    at once.
+    As in `generate`, a class that takes positions is given them: Bamba counts wrongly by itself. There is no mask,
+    because nothing is padding, and Mamba takes that of the new tokens alone. A class that returns no cache runs at
+    once.
     """
     whole: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     if not cached:
