@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from numpy.testing import assert_allclose
+from transformers import BertForSequenceClassification, BertModel
 
 import fulldepth
 import tiny_models
@@ -129,6 +130,14 @@ def test_encoders_are_refused(name, texts, checkpoint, picture_folder):
     data = picture_folder if name == "vit" else texts
     with pytest.raises(FulldepthError, match=r"layer_effect was asked for but cannot be measured: .* is an encoder"):
         fulldepth.measure(checkpoint(name), data, measures=["layer_effect"])
+
+
+@pytest.mark.parametrize("kind", [BertModel, BertForSequenceClassification])
+@pytest.mark.parametrize("part", ["layer", "attention"])
+def test_encoders_that_predict_no_tokens_are_refused_whatever_is_removed(kind, part, texts):
+    model = kind(stock("bert").config).eval()
+    with refused("layer_effect was asked for but cannot be measured: .* is an encoder"):
+        measured(model, texts, effect_parts=part)
 
 
 def test_a_model_whose_branches_are_not_proven_is_refused(texts):

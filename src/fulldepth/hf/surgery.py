@@ -253,7 +253,7 @@ def obstacle_to_skipping(anatomy: Anatomy, granularity: str) -> str | None:
     paths = ((family.attention, family.attention_branch), (family.mlp, family.mlp_branch))
     adds_stream = any(str(branch).startswith(f"{part}.") for part, branch in paths)
     reason = "its attention or its MLP adds the stream itself, so a block without it would lose the stream"
-    whole = granularity == "layer" and anatomy.not_serial is None
+    whole = granularity == "layer" and anatomy.not_serial is None and anatomy.task == "causal-lm"
     return obstacle_to_removing(anatomy, whole) or (reason if adds_stream and not whole else None)
 
 
@@ -262,7 +262,8 @@ def obstacle_to_removing(anatomy: Anatomy, whole: bool = False) -> str | None:
 
     Args:
         anatomy: of the model.
-        whole: only whole layers are removed; their attention and MLP need not be known.
+        whole: only whole layers are removed, of a language model whose head is proven to read no later token; their
+            attention and MLP need not be known.
     """
     family = anatomy.family
     config = anatomy.model.config

@@ -234,7 +234,7 @@ def _no_removal(subject: Subject, parts: Collection[str]) -> str:
     """
     verified = subject.verified
     anatomy = verified.anatomy
-    whole = {*parts} == {"layer"} and verified.chained
+    whole = {*parts} == {"layer"} and verified.chained and anatomy.task == "causal-lm"
     if READS_LATER in verified.unproven.get("head", ""):
         return f"{subject.kind} cannot skip blocks: {READS_LATER}, so effects on later tokens alone are not defined"
     if verified.anatomy.task == "seq2seq-lm":
