@@ -6,7 +6,6 @@ For every text configuration of the installed transformers: the cut is right, or
 from __future__ import annotations
 
 import copy
-from itertools import count
 
 import pytest
 import torch
@@ -60,7 +59,7 @@ def skipping(model, remaining):
     whole = copy.deepcopy(model)
     for number, block in enumerate(find_anatomy(whole).block_list, start=1):
         if number not in remaining:
-            block.forward = verdicts.passing_after(0, count(1), block.forward)
+            block.forward = verdicts.passing(block)
     return whole
 
 

@@ -167,6 +167,13 @@ def passing_after(calls, counter, forward):
     return run
 
 
+def passing(block):
+    """A block that gives what it is given: the state, and in Zaya that of the last router."""
+    if type(block).__name__ == "ZayaDecoderLayer":
+        return lambda state, router=None, *args, **kwargs: (state, router)
+    return passing_after(0, count(1), block.forward)
+
+
 def shortened(refusal):
     """The first reason of a refusal, without the size of a difference."""
     refusal = re.sub(r" \(relative difference [^)]*\)| by \S+ \(relative\)", "", refusal)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -39,6 +39,9 @@ class Port(NamedTuple):
     """True if another module also reads that norm."""
     outputs: int
     """Length of the tuple that the part returns; 0 for a tensor."""
+    handed: Mapping[int, int | str] = {}
+    """Of a block: index of an output that the next block reads besides the stream -> its place or name among the
+    arguments. Zaya's routers read those of the layer before."""
 
 
 class Switches:
@@ -191,14 +194,14 @@ class Switches:
                 continue
             port = self._ports[layer][part]
             if port.norm is not None and not port.shared:
-                self._replace(layer, port.norm, partial(_without, 0, None, True))
+                self._replace(layer, port.norm, partial(_without, 0, None, True, {}))
             caching = self.anatomy.part(layer, "attention") or block
             stated = (getattr(module, "layer_idx", None) for module in caching.modules())
             indices = (index for index in stated if isinstance(index, int))
             index = None if part == "mlp" else next(indices, layer - 1)
-            self._replace(layer, port.part, partial(_without, port.outputs, index, part == "layer"))
+            self._replace(layer, port.part, partial(_without, port.outputs, index, part == "layer", port.handed))
             if port.branch is not port.part:
-                self._replace(layer, port.branch, partial(_without, 0, None, False))
+                self._replace(layer, port.branch, partial(_without, 0, None, False, {}))
         mixer = _Mixer(self.anatomy, block, factors or {})
         parallel = self.anatomy.family.design == "parallel"
         for role in ROLES if factors else ():
@@ -338,7 +341,9 @@ class _Mixer:
         return with_state(output, mixed)
 
 
-def _without(outputs: int, index: int | None, identity: bool, *args: Any, **kwargs: Any) -> Any:
+def _without(
+    outputs: int, index: int | None, identity: bool, handed: Mapping[int, int | str], *args: Any, **kwargs: Any
+) -> Any:
     """Run in place of a branch and return zeros, or (`identity`) in place of a block and return its input.
 
     Attention still counts its tokens in the cache.
@@ -347,6 +352,7 @@ def _without(outputs: int, index: int | None, identity: bool, *args: Any, **kwar
         outputs: length of the tuple to return, whose first element is the state; 0 = the state alone.
         index: entry of the cache in which tokens are counted; None = they are not counted.
         identity: return the input, not zeros.
+        handed: see `Port`; what the block was given is returned.
         *args: positional arguments of the replaced function.
         **kwargs: its named arguments.
     """
@@ -363,7 +369,9 @@ def _without(outputs: int, index: int | None, identity: bool, *args: Any, **kwar
             blanks.append(states.new_zeros(states.shape[0], heads, states.shape[1], width))
         cache.update(*blanks, index)
     states = states if identity else torch.zeros_like(states)
-    return (states, *[None] * (outputs - 1)) if outputs else states
+    given = {**dict(enumerate(args)), **kwargs}
+    more = (given.get(handed[number]) if number in handed else None for number in range(1, outputs))
+    return (states, *more) if outputs else states
 
 
 def _zeroed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -383,9 +391,17 @@ def _refuse(layer: int, skipped: bool, names: tuple[str, ...], *args: Any, **kwa
 def _ports(anatomy: Anatomy, roles: Collection[str]) -> dict[int, dict[str, Port]]:
     """1-based layer -> its port `layer` and those of `roles`, recorded while two tokens run through the model."""
     calls: dict[int, list[tuple[nn.Module, Any, Any]]] = {}
+    last_outputs: dict[int, Tensor] = {}
+    handed: dict[int, int | str] = {}
 
     def record(layer: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         calls.setdefault(layer, []).append((module, first_input(args, kwargs), output))
+        if module is anatomy.blocks[layer - 1]:
+            given = [*enumerate(args), *kwargs.items()]
+            handed.update({number: key for number, x in last_outputs.items() for key, value in given if value is x})
+            more = output[1:] if isinstance(output, tuple | list) else ()
+            last_outputs.clear()
+            last_outputs.update({number: x for number, x in enumerate(more, start=1) if isinstance(x, Tensor)})
 
     ids = torch.zeros(1, 2, dtype=torch.long, device=device_of(anatomy.model))
     devices = [ids.device] if ids.device.type == "cuda" else []
@@ -397,7 +413,8 @@ def _ports(anatomy: Anatomy, roles: Collection[str]) -> dict[int, dict[str, Port
     with hooked(hooks), warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices):
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # under gradient checkpointing
         anatomy.body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    return {layer: _ports_of_layer(anatomy, layer, roles, calls[layer]) for layer in calls}
+    ports = {layer: _ports_of_layer(anatomy, layer, roles, calls[layer]) for layer in calls}
+    return {layer: {**own, "layer": own["layer"]._replace(handed=handed)} for layer, own in ports.items()}
 
 
 def _ports_of_layer(
