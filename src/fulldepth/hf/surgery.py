@@ -369,7 +369,8 @@ def _without(
             blanks.append(states.new_zeros(states.shape[0], heads, states.shape[1], width))
         cache.update(*blanks, index)
     states = states if identity else torch.zeros_like(states)
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    given: dict[int | str, Any] = dict(enumerate(args))
+    given.update(kwargs.items())
     more = (given.get(handed[number]) if number in handed else None for number in range(1, outputs))
     return (states, *more) if outputs else states
 
