@@ -260,7 +260,7 @@ def probed(order: Order, checkpoint: Path) -> tuple[dict[str, Any], dict[str, st
         "refused": {},
         "chosen": [],
     }
-    with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged file is read again
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # a damaged file is made again
         stored = json.loads(order.readings.read_text("utf-8"))
         if stored["of"] == state["of"]:
             state = stored

@@ -39,8 +39,18 @@ CASES = {
     "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse", "dense"]},
 }
 """Model type -> entries of its configuration, some of them by layer."""
-CUT = ("deepseek_v3", "ernie4_5_moe", "gemma4_text", "glm_moe_dsa", "laguna", "llama4_text", "mistral", "qwen3_moe")
-"""Types whose layers can be cut in every way."""
+CUT = (
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "gemma4_text",
+    "glm_moe_dsa",
+    "laguna",
+    "llama4_text",
+    "mistral",
+    "qwen3_moe",
+    "zaya",
+)
+"""Types whose layers can be cut in every way; a layer of Zaya hands its router's state to the next."""
 
 
 def build(model_type, **fields):

@@ -70,6 +70,11 @@ class Verified:
     unproven: Mapping[str, str] = field(default_factory=dict)
     """`branches`, `head`, `value` -> why this part of the model could not be verified and is left out."""
 
+    @property
+    def unknown_branches(self) -> str:
+        """The clause that says why attention and MLP are not known."""
+        return f"attention and MLP are not known ({self.unproven.get('branches', 'this family names none')})"
+
     def describe(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """The model's entry in `results.json`."""
         anatomy = self.anatomy

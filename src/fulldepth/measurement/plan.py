@@ -240,7 +240,7 @@ def _no_removal(subject: Subject, parts: Collection[str]) -> str:
     if verified.anatomy.task == "seq2seq-lm":
         return f"{subject.kind} has an encoder beside its decoder; parts are removed from models of a single stack"
     if not (whole or verified.branches):
-        return f"attention and MLP are not known ({verified.unproven.get('branches', 'this family names none')})"
+        return verified.unknown_branches
     reason = obstacle_to_removing(anatomy, whole)
     return f"{subject.kind} cannot skip blocks: {reason}" if reason else ""
 
@@ -278,7 +278,7 @@ def _unavailable(site: str, verified: Verified) -> str | None:
     """The reason why a site of this model cannot be captured, or None."""
     anatomy = verified.anatomy
     if site == "attention_output" and not verified.branches:
-        return f"attention and MLP are not known ({verified.unproven.get('branches', 'this family names none')})"
+        return verified.unknown_branches
     if site == "value" and not anatomy.has("value"):
         return verified.unproven.get("value", "this family's value projection is not known")
     if site == "final_normed" and anatomy.final_norm is None:

@@ -107,9 +107,8 @@ def _unremovable(verified: Verified, whole: bool) -> str:
     """Return why parts, or `whole` layers, of a proven model have no place that they could be removed from."""
     if whole:
         return "its layers do not read the state that the layer before gives, so none can be left out."
-    reason = verified.unproven.get("branches", "this family names none")
     advice = " Skip whole layers: --granularity layer." if verified.chained else ""
-    return f"its attention and MLP are not known ({reason}).{advice}"
+    return f"its {verified.unknown_branches}.{advice}"
 
 
 @contextmanager

@@ -89,6 +89,13 @@ def test_decoding_is_proved_as_generate_decodes(tmp_path):
     assert export(planned.plan(model, (2,), values=None), model, "folded", tmp_path / "folded").logit_error < 1e-6
 
 
+def test_without_places_for_zeros_folded_is_not_advised():
+    """Nemotron-H without its one layer that attends fails in transformers, and no zeros can stand for a layer."""
+    obstacle = export_obstacle(zoo.build("nemotron_h", "causal-lm"), "layer")
+    assert obstacle.startswith("Not every plan of whole layers can be exported. ")
+    assert "folded" not in obstacle
+
+
 def test_a_list_that_has_not_one_entry_per_layer_says_nothing_of_the_kinds_of_layers():
     """GPT-Neo's `attention_types` states counts."""
     model = zoo.build("gpt_neo", "causal-lm", num_layers=4, attention_types=[[["global", "local"], 2]])
