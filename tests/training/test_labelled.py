@@ -21,6 +21,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    CLIPConfig,
+    CLIPForImageClassification,
 )
 
 import gguf_files
@@ -47,6 +49,7 @@ VIT = {
     "save_every": 3,
 }
 BERT = {"type": "bert", **ENCODER}
+HIDDEN = {"output_hidden_states": True}
 
 
 def asked(recipe, **changes):
@@ -83,7 +86,7 @@ def test_accuracy_and_loss_are_those_of_the_stock_model(tmp_path):
     assert len(labels) == 355
     rgb = [np.repeat(np.rint(image * 255 / 16).astype(np.uint8)[..., None], 3, -1) for image in images]
     with torch.no_grad():
-        states = model(**processor(images=rgb, return_tensors="pt"), output_hidden_states=True)
+        states = model(**processor(images=rgb, return_tensors="pt"), **HIDDEN)
     predicted = states.logits.argmax(-1).numpy()
     assert value(results, "validation_accuracy", 6) == pytest.approx(accuracy_score(labels, predicted), abs=1e-12)
     loss = F.cross_entropy(states.logits, torch.tensor(labels)).item()
@@ -95,6 +98,26 @@ def test_accuracy_and_loss_are_those_of_the_stock_model(tmp_path):
         assert row.value == pytest.approx(accuracy_score(labels, own), abs=1e-12), row.layer
     figures = results.figures().keys()
     assert {"lens_accuracy", "lens_accuracy:f1", "steps_lens_accuracy", "steps_lens_accuracy:f1"} <= figures
+
+
+def test_an_image_classifier_with_the_configuration_of_two_towers_is_trained_as_the_stock_model(tmp_path):
+    torch.manual_seed(0)
+    vision = {**ENCODER, "image_size": 8, "patch_size": 4}
+    config = CLIPConfig(vision_config=vision, num_labels=10)
+    CLIPForImageClassification(config).save_pretrained(tmp_path / "start")
+    recipe = {**VIT, "model": {"checkpoint": str(tmp_path / "start")}, "method": "aligned", "steps": 2}
+    results = train(asked(recipe), tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoint-2"
+    model = CLIPForImageClassification.from_pretrained(folder).eval()
+    images, labels = digits_of_the_test_part()
+    rgb = [np.repeat(np.rint(image * 255 / 16).astype(np.uint8)[..., None], 3, -1) for image in images]
+    with torch.no_grad():
+        outputs = model(**AutoImageProcessor.from_pretrained(folder)(images=rgb, return_tensors="pt"), **HIDDEN)
+        own = [model.classifier(state[:, 1:].mean(1)).argmax(-1).numpy() for state in outputs.hidden_states]
+    loss = F.cross_entropy(outputs.logits, torch.tensor(labels)).item()
+    assert value(results, "validation_loss", 2) == pytest.approx(loss, rel=1e-5)
+    layers = results.table.query("measure == 'lens_accuracy' and step == 2").sort_values("layer")
+    assert layers.value.tolist() == pytest.approx([accuracy_score(labels, predicted) for predicted in own])
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
@@ -180,6 +203,12 @@ def test_bad_texts_are_refused_with_their_line(case, tmp_path):
     model = BERT | {"num_labels": 2} if case == "outside" else BERT
     recipe = text_recipe(tmp_path, model, "wordpiece:300", data={"name": str(jsonl(tmp_path / "a.jsonl", *rows))})
     with refused(named):
+        train(asked(recipe), tmp_path / "run")
+
+
+def test_a_classifier_of_two_stacks_is_refused_before_it_runs(texts, tmp_path):
+    recipe = text_recipe(texts, {"type": "t5", "d_model": 16, "num_layers": 2, "num_heads": 2}, "wordpiece:300")
+    with refused("T5ForSequenceClassification is an encoder-decoder that classifies"):
         train(asked(recipe), tmp_path / "run")
 
 

@@ -65,7 +65,7 @@ def test_weights_from_a_seed_are_those_of_transformers():
         ({"hiden_size": 8}, {}, ["hiden_size", "'hidden_size'"]),
         ({"type": "lama"}, {}, ["'lama'", "'llama'"]),
         ({"type": "bert"}, {}, ["bert", "is_decoder"]),
-        ({"type": "vit"}, {}, ["vit", "no causal language model"]),
+        ({"type": "vit"}, {}, ["vit", "no causal language model", "Set task=image-classification or model.type="]),
         ({**SIZES, "num_attention_heads": 5}, {}, ["hidden size (32)", "attention heads (5)"]),
         ({**SIZES, "hidden_size": "wide"}, {}, ["hidden_size", "int"]),
         ({**SIZES, "type": "depth_llama", "residual": "tree", "tree": {"1": [2, 0]}}, {}, ["tree", "layer 1 reads 2"]),

@@ -24,10 +24,12 @@ from fulldepth.hf import (
     Classifier,
     anatomy_candidates,
     exit_heads_of,
+    image_config,
     is_offloaded,
     layer_config,
     stacked_experts,
     task_of,
+    text_config,
 )
 from fulldepth.hf.scalars import ROLES
 
@@ -204,7 +206,8 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops | 
     Returns:
         The operations; None for a classifier whose head is not known.
     """
-    config = model.config.get_text_config()
+    reads_images = model.main_input_name == "pixel_values"
+    config = image_config(model.config) if reads_images else text_config(model.config)
     heads = [model.get_output_embeddings() or nn.Identity()]
     causal = True
     pixels = 0.0

@@ -104,7 +104,7 @@ class Anatomy:
         """The configuration of the body (for a tower, the tower's own)."""
         config = getattr(self.body, "config", self.model.config)
         if self.family.modality == "images":
-            return getattr(config, "vision_config", config)
+            return image_config(config)
         return text_config(config, decoder=True)
 
     @property
@@ -475,6 +475,11 @@ def text_config(config: Any, decoder: bool = False) -> Any:
     has no parts, as outside of transformers.
     """
     return config.get_text_config(decoder=decoder) if hasattr(config, "get_text_config") else config
+
+
+def image_config(config: Any) -> Any:
+    """Return the image part of a configuration, or the configuration itself if it has no parts."""
+    return getattr(config, "vision_config", config)
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any = None) -> list[int]:

@@ -27,7 +27,8 @@ from fulldepth.data.labelled import (
     listed,
     name_classes,
 )
-from fulldepth.hf import evaluating, load_processor
+from fulldepth.execution.stream import run
+from fulldepth.hf import evaluating, image_config, load_processor
 from fulldepth.hf.rounding import is_close, relative_error
 from fulldepth.settings.train import AugmentationSettings, DataSettings, TrainSettings
 from fulldepth.training.model import WEIGHTS, build_config, check_options, special_tokens
@@ -144,7 +145,7 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
         size = {"shortest_edge": edge, "longest_edge": round(edge * RATIO)}
         processor: Any = transformers.DetrImageProcessorPil(size=size, do_convert_annotations=True)
     else:
-        processor = load_processor(settings.processor or start or folder, config)
+        processor = load_processor(settings.processor or start or folder, image_config(config))
     if detects and getattr(processor, "do_center_crop", False):
         raise FulldepthError(
             f"The image processor of {settings.processor or start}, a {type(processor).__name__}, crops images "
@@ -154,7 +155,7 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
     train, validation = (LabelledRows(rows.records) for rows in parts)
     collator = Collator(processor=processor, dtype=WEIGHTS[settings.precision])
     _, channels, height, width = collator([train[0]])["pixel_values"].shape
-    wanted = getattr(getattr(config, "backbone_config", None) or config, "num_channels", 3)
+    wanted = getattr(getattr(config, "backbone_config", None) or image_config(config), "num_channels", 3)
     if channels != wanted:
         raise FulldepthError(
             f"Images are read with {channels} channels (RGB), but the model takes {wanted} (model.num_channels)."
@@ -253,12 +254,15 @@ def padding_warning(model: Any, rows: LabelledRows, collator: Collator) -> list[
     """Return a warning if padding the shortest row to the length of the longest changes its logits.
 
     FNet and ConvBERT mix padding into the tokens; XLNet's classifier reads the last position.
+
+    Raises:
+        FulldepthError: if the model fails on these rows.
     """
     ends = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     shortest = rows[ends[0]]
     longest = rows[ends[-1]]
     with evaluating(model):
-        alone, padded = (model(**collator(batch)).logits[:1] for batch in ([shortest], [shortest, longest]))
+        alone, padded = (run(model, collator(batch)).logits[:1] for batch in ([shortest], [shortest, longest]))
     if is_close(padded, alone):
         return []
     return [

@@ -46,6 +46,7 @@ from fulldepth.hf import (
     find_exit_heads,
     find_output_weights,
     has_exit_heads,
+    image_config,
     load_checkpoint,
     load_config,
     packaged,
@@ -380,7 +381,7 @@ def tokens_of_an_image(model: PreTrainedModel) -> int:
     Raises:
         FulldepthError: if its states are not sequences of tokens.
     """
-    config = model.config
+    config = image_config(model.config)
     size = getattr(config, "image_size", None) or 0
     edges = size if isinstance(size, list | tuple) else (size, size)
     pixels = torch.zeros(1, getattr(config, "num_channels", 3), *edges, device="meta")
@@ -404,9 +405,12 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> typ
         kinds = [config.model_type for config in head.mapping]
         raise unknown("model type", model.type, {*head.common, *get_close_matches(model.type, kinds, n=3)})
     if kind not in head.mapping:
+        changes = [f"task={name}" for name, other in HEADS.items() if kind in other.mapping]
+        if base is None:
+            changes.append(f"model.type={head.common[0]}")
+        advice = f" Set {' or '.join(changes)}." if changes else ""
         raise FulldepthError(
-            f"Model type {kind.model_type!r} is no {head.noun} and cannot be trained"
-            + ("." if task == "causal-lm" else f" for task: {task}. Set model.type, for example {head.common[0]}.")
+            f"Model type {kind.model_type!r} is no {head.noun} and cannot be trained for task: {task}.{advice}"
         )
     stock = getattr(kind, "stock_model_type", None)
     if base is not None and not isinstance(base, kind) and base.model_type != stock:
@@ -422,10 +426,11 @@ def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, po
     """Refuse a language model that reads later tokens, and one with too few embeddings or positions."""
     if task == "causal-lm" and reads_later_tokens(config, HEADS[task].mapping[type(config)]):
         raise FulldepthError(
-            f"A {config.model_type} reads the tokens that it should predict. Set model.is_decoder=true."
+            f"A {config.model_type} reads the tokens that it should predict. Set model.is_decoder=true or another task."
         )
-    image = getattr(config, "image_size", None)
-    patch = getattr(config, "patch_size", None)
+    images = image_config(config)
+    image = getattr(images, "image_size", None)
+    patch = getattr(images, "patch_size", None)
     if isinstance(image, int) and isinstance(patch, int) and image < patch:
         raise FulldepthError(f"model.image_size is {image}. Expected at least model.patch_size, which is {patch}.")
     text = config.get_text_config()  # differs from `config` for models that also read images

@@ -90,6 +90,7 @@ def train(
             data = DATA["sft" if settings.stage == "sft" else settings.task](settings, folder, arguments, watcher)
             model = build_model(data.config, settings)
             warnings = [*data.warnings, *tying_notes(data.config, settings), *smaller_batch(settings, launch.world())]
+            num_layers = find_anatomy(model).num_layers  # refuses models whose layers are not known
             if settings.task == "causal-lm" and not settings.data.across_documents:
                 require_separate_documents(model)
             if settings.task == "text-classification":
@@ -110,7 +111,7 @@ def train(
                     "class": type(model).__name__,
                     "model_type": model.config.model_type,
                     "parameters": sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name),
-                    "num_layers": find_anatomy(model).num_layers,
+                    "num_layers": num_layers,
                     "training_flops": _training_flops(settings, data),
                 },
                 "data": {"name": settings.data.name, **data.facts, "validation_sequences": len(data.validation)},
