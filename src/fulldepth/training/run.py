@@ -91,10 +91,7 @@ def train(
             model = build_model(data.config, settings)
             warnings = [*data.warnings, *tying_notes(data.config, settings), *smaller_batch(settings, launch.world())]
             num_layers = find_anatomy(model).num_layers  # refuses models whose layers are not known
-            if settings.task == "causal-lm" and not settings.data.across_documents:
-                require_separate_documents(model)
-            if settings.task == "text-classification":
-                warnings += padding_warning(model, data.train, data.collator)
+            warnings += _check_rows(model, data, settings)
             trainer = RunTrainer(model, arguments, data, settings)
             if settings.model.checkpoint is not None and not settings.freezes_features:
                 warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint)
@@ -148,6 +145,13 @@ def train(
             if trainer.args.should_save:
                 results.save(folder, watcher=watcher)  # the page says that the run is complete
             return results
+
+
+def _check_rows(model: Any, data: RunData, settings: TrainSettings) -> list[str]:
+    """Refuse a model that cannot separate the documents of a row if it has to; return what is said of padded rows."""
+    if settings.task == "causal-lm" and not settings.data.across_documents:
+        require_separate_documents(model)
+    return padding_warning(model, data.train, data.collator) if settings.task == "text-classification" else []
 
 
 def _training_flops(settings: TrainSettings, data: RunData) -> float | None:
