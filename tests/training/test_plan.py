@@ -11,8 +11,8 @@ from fulldepth.settings import assignments, layer
 from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.lora import add_adapters
-from fulldepth.training.model import build_config, build_model, meta_model, tokens_of_an_image
-from fulldepth.training.plan import dry_run_lines, plan
+from fulldepth.training.model import build_config, build_model, meta_model
+from fulldepth.training.plan import dry_run_lines, plan, tokens_of_an_image
 from refusals import refused
 from tiny_models import token_ids
 

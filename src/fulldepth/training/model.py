@@ -375,25 +375,6 @@ def meta_model(config: PreTrainedConfig, task: str = "causal-lm") -> PreTrainedM
         return HEADS[task].auto.from_config(config, trust_remote_code=False)
 
 
-def tokens_of_an_image(model: PreTrainedModel) -> int:
-    """Return T of an image classifier on the meta device: the number of patches and special tokens.
-
-    Raises:
-        FulldepthError: if its states are not sequences of tokens.
-    """
-    config = image_config(model.config)
-    size = getattr(config, "image_size", None) or 0
-    edges = size if isinstance(size, list | tuple) else (size, size)
-    pixels = torch.zeros(1, getattr(config, "num_channels", 3), *edges, device="meta")
-    states = model(pixel_values=pixels, output_hidden_states=True).hidden_states[-1] if size else pixels
-    if states.ndim != 3:
-        raise FulldepthError(
-            f"A {config.model_type} does not read an image as a sequence of tokens: its states have the shape "
-            f"{tuple(states.shape)}, expected [B, T, D]."
-        )
-    return int(states.shape[1])
-
-
 def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> type[PreTrainedConfig]:
     """Return the configuration class for the settings; refuse one that does not fit the task or the checkpoint."""
     head = HEADS[task]

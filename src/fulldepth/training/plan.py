@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.core import launch
+from fulldepth.core.errors import FulldepthError
 from fulldepth.execution.flops import TokenFlops, forward_flops
-from fulldepth.hf import exit_heads_of, load_tokenizer
+from fulldepth.hf import exit_heads_of, image_config, load_tokenizer
 from fulldepth.losses import add_exit_heads
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.initial import check_initializer
 from fulldepth.training.labelled import class_names
 from fulldepth.training.lora import add_adapters
-from fulldepth.training.model import WEIGHTS, build_config, freeze_features, meta_model, tokens_of_an_image
+from fulldepth.training.model import WEIGHTS, build_config, freeze_features, meta_model
 from fulldepth.training.text import named_tokenizer
 from fulldepth.training.trainer import batch_split, make_objective, parameter_groups, resolved, smaller_batch
 
@@ -110,6 +112,25 @@ def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 
         memory=(parameters + 3 * trainable) * WEIGHTS[settings.precision].itemsize // shards,
         flops=None if detects else forward_flops(model, settings.sequence_length),
     )
+
+
+def tokens_of_an_image(model: PreTrainedModel) -> int:
+    """Return T of an image classifier on the meta device: the number of patches and special tokens.
+
+    Raises:
+        FulldepthError: if its states are not sequences of tokens.
+    """
+    config = image_config(model.config)
+    size = getattr(config, "image_size", None) or 0
+    edges = size if isinstance(size, list | tuple) else (size, size)
+    pixels = torch.zeros(1, getattr(config, "num_channels", 3), *edges, device="meta")
+    states = model(pixel_values=pixels, output_hidden_states=True).hidden_states[-1] if size else pixels
+    if states.ndim != 3:
+        raise FulldepthError(
+            f"A {config.model_type} does not read an image as a sequence of tokens: its states have the shape "
+            f"{tuple(states.shape)}, expected [B, T, D]."
+        )
+    return int(states.shape[1])
 
 
 def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
