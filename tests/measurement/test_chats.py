@@ -76,6 +76,33 @@ def test_losses_of_responses_are_those_of_transformers_and_of_the_search(rows, t
             assert plan.losses[0] == pytest.approx(last.value, abs=1e-6)
 
 
+@pytest.mark.parametrize("tokens", [tokenizer(CHAT), tokenizer(None)], ids=["template", "no template"])
+def test_pairs_are_plain_text_without_the_chat_template_if_asked(tokens, tmp_path):
+    model = tiny_models.build("llama").eval()
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({**row, "response": " " + row["response"]}) + "\n" for row in PAIRS))
+    losses = []
+    for row in PAIRS:
+        ids, answer = (torch.tensor(tokens(row[key], add_special_tokens=False).input_ids) for key in row)
+        with torch.no_grad():
+            logits = model(torch.cat([ids, answer])[None]).logits[0].double()
+        losses += functional.cross_entropy(logits[len(ids) - 1 : -1], answer, reduction="none").tolist()
+    expected = pytest.approx(sum(losses) / len(losses), abs=1e-6)
+    options = {"tokenizer": tokens, "chat": False, "progress": False}
+    results = fulldepth.measure(model, path, measures=["lens_loss"], lens_tokens=None, **options)
+    last = results.values("lens_loss", "mean").iloc[-1]
+    assert last == expected
+    plan = search(model, None, heldout=path, search="given", given=[2], fit=False, **options)
+    assert plan.losses[0] == expected
+    assert plan.cost["settings"]["chat"] is False
+    assert tokens.chat_template in (CHAT, None)
+
+
+def test_chats_need_the_template():
+    with refused("the tokenizer has no chat template", "without --no-chat"):
+        fulldepth.measure(tiny_models.build("llama"), CHATS, tokenizer=tokenizer(CHAT), chat=False, progress=False)
+
+
 def test_sequences_are_those_of_the_search():
     """The same tokens and targets; a model that generated the response ended it, or was cut off."""
     rows = [{**PAIRS[0], "cut_off": True}, {**PAIRS[1], "cut_off": False, "end": "\n"}, PAIRS[2]]

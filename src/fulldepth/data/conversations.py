@@ -171,8 +171,8 @@ def _columns(row: Mapping[str, Any], where: str, tokenizer: Any, *, answered: bo
     is_chat = columns[1] is None or isinstance(row[columns[0]], list)
     if is_chat and tokenizer is not None and not tokenizer.chat_template:
         raise FulldepthError(
-            f"{where} holds a chat, but the tokenizer has no chat template. Use the tokenizer of a chat model, set its "
-            "chat_template, or give prompts and responses as plain text."
+            f"{where} holds a chat, but the tokenizer has no chat template. Use the tokenizer of a chat model (without "
+            "--no-chat), set its chat_template, or give prompts and responses as plain text."
         )
     return columns
 

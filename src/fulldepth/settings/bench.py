@@ -15,7 +15,7 @@ MOST_ROUNDS = 100_000
 MOST_CLIENTS = 4096
 TIMED = ("batches", "contexts", "max_new_tokens", "repeats")
 LOADED = ("concurrency", "requests")
-DATA = ("max_sequences", "sequence_length", "batch_size")
+DATA = ("max_sequences", "sequence_length", "batch_size", "chat")
 
 
 class BenchSettings(HeldoutSettings):

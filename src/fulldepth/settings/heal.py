@@ -18,7 +18,7 @@ class HealSettings(HeldoutSettings):
     """
 
     options: ClassVar = {
-        "Data": ("max_sequences", "sequence_length", "batch_size", "seed"),
+        "Data": ("max_sequences", "sequence_length", "batch_size", "chat", "seed"),
         "Training": ("steps", "global_batch_size", "learning_rate", "rank", "precision", "control"),
         "Tasks": ("tasks", "task_data", "task_limit"),
         "Writing": ("format", "gguf", "gguf_type"),

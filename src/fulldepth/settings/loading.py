@@ -54,6 +54,8 @@ class ReadingSettings(LoadingSettings):
     """One sequence for each row of plain text, cut at the sequence length, instead of windows."""
     score: Literal["responses", "all"] = "responses"
     """Tokens that are predicted in prompts with responses and in chats: those of the responses, or all."""
+    chat: bool = True
+    """Put prompts with responses into the tokenizer's chat template, if it has one; otherwise they are plain text."""
     sequence_length: Length | None = None
     """Tokens in a sequence; None = 256, or the model's positions if fewer, and whole texts for a classifier."""
     seed: Seed = 0

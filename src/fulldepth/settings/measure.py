@@ -34,7 +34,17 @@ class MeasureSettings(ReadingSettings):
 
     options: ClassVar = {
         "What to measure": ("measures", "token_policy", "words", "reference", "fit"),
-        "Data": ("max_sequences", "sequence_length", "batch_size", "score", "exact", "seed", "split", "skip_bad"),
+        "Data": (
+            "max_sequences",
+            "sequence_length",
+            "batch_size",
+            "score",
+            "chat",
+            "exact",
+            "seed",
+            "split",
+            "skip_bad",
+        ),
         "Loading the model": SPREADING,
     }
 

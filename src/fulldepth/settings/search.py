@@ -71,6 +71,8 @@ class HeldoutSettings(LoadingSettings):
     """Tokens in a window of plain text; None = 256, or the model's positions if fewer."""
     max_sequences: Rows | None = None
     """Rows (or windows of text) to read; None = all."""
+    chat: bool = True
+    """Put prompts with responses into the tokenizer's chat template, if it has one; otherwise they are plain text."""
     seed: Seed = 0
     """Seed of the held-out fifth and of all other random choices."""
 
@@ -81,7 +83,7 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
     options: ClassVar = {
         "The target": ("blocks", *TARGETS, "decode_share", "keep"),
         "The search": ("search", "criterion", "granularity", "given", "budget", "losses", "seed"),
-        "Data": ("max_sequences", "sequence_length", "batch_size"),
+        "Data": ("max_sequences", "sequence_length", "batch_size", "chat"),
         "Healing": ("fit",),
         "Loading the model": SPREADING,
     }
@@ -221,7 +223,7 @@ class CurveSettings(SearchSettings):
 
     options: ClassVar = {
         "The search": ("blocks", "search", "granularity", "seed"),
-        "Data": ("max_sequences", "sequence_length", "batch_size"),
+        "Data": ("max_sequences", "sequence_length", "batch_size", "chat"),
         "Loading the model": SPREADING,
     }
 

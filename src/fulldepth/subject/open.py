@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -172,17 +173,22 @@ class Subject:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer as passed in, the named one, or the one saved with or beside the model, opened when it is asked
-        for; None if it was opened with data that are no text.
+        for, without its chat template where the settings ask for plain text; None if it was opened with data that are
+        no text.
 
         Raises:
             FulldepthError: if there is none.
         """
-        return open_tokenizer(
+        tokenizer = open_tokenizer(
             self.checkpoint,
             chosen_tokenizer(self.settings, self.given_tokenizer),
             revision=self.settings.revision,
             trust_remote_code=self.settings.trust_remote_code,
         )
+        if getattr(self.settings, "chat", None) is False and getattr(tokenizer, "chat_template", None):
+            tokenizer = copy.deepcopy(tokenizer)
+            tokenizer.chat_template = None
+        return tokenizer
 
     @cached_property
     def verified(self) -> Verified:
