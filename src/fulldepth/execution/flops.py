@@ -206,7 +206,7 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops | 
     Returns:
         The operations; None for a classifier whose head is not known.
     """
-    reads_images = model.main_input_name == "pixel_values"
+    reads_images = task_of(model) == "image-classification"
     config = image_config(model.config) if reads_images else text_config(model.config)
     heads = [model.get_output_embeddings() or nn.Identity()]
     causal = True
