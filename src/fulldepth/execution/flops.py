@@ -29,7 +29,6 @@ from fulldepth.hf import (
     layer_config,
     stacked_experts,
     task_of,
-    text_config,
 )
 from fulldepth.hf.scalars import ROLES
 
@@ -207,7 +206,7 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops | 
         The operations; None for a classifier whose head is not known.
     """
     reads_images = task_of(model) == "image-classification"
-    config = image_config(model.config) if reads_images else text_config(model.config)
+    config = image_config(model.config) if reads_images else model.config.get_text_config()
     heads = [model.get_output_embeddings() or nn.Identity()]
     causal = True
     pixels = 0.0
