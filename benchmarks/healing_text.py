@@ -46,13 +46,15 @@ EIGHT = [f"attention {layer}" for layer in (7, 24, 19, 30)] + ["mlp 6", "mlp 18"
 PARTS = {"1.1": EIGHT, "1.2": [*EIGHT, "mlp 17", "layer 15", "layer 5", "attention 8"]}
 """Target speed-up -> what a search on novels removes for it: the choice of the tutorial, and its first eight parts."""
 SPEEDUP = {"target_speedup": 1.1, "context": 128, "pool": 12}
+EIGHT_ATTENTIONS = {"blocks": 8, "pool": 12}
 CHOSEN_ON: dict[str, tuple[str, dict[str, Any]]] = {
-    "8 attentions by novels": ("novels", {"blocks": 8}),
-    "8 attentions by own chat": ("own chat", {"blocks": 8}),
-    "8 attentions by tasks": ("tasks", {"blocks": 8, "pool": 12}),
+    "8 attentions by novels": ("novels", EIGHT_ATTENTIONS),
+    "8 attentions by own chat": ("own chat", EIGHT_ATTENTIONS),
+    "8 attentions by tasks": ("tasks", {**EIGHT_ATTENTIONS, "chat": False, "max_sequences": None}),
     "1.1 by own chat": ("own chat", SPEEDUP),
 }
-"""Target -> the text on which a search chooses what is removed, and what it is asked for."""
+"""Target -> the text on which a search chooses what is removed, and what it is asked for. A search is scored on all of
+its rows, about 12,000 tokens of each kind of text."""
 TASK_ROWS = {
     "lambada_test.jsonl": lambda row: (row["context"], row["target"]),
     "arc_easy_test.jsonl": lambda row: (f"Question: {row['question']}\nAnswer:", " " + row["choices"][row["gold"]]),
@@ -167,18 +169,14 @@ class Bench:
         options: dict[str, Any] = {"fit": False, "sequence_length": LENGTH}
         if target in PARTS:
             folder = self.folder / f"plan-{target}"
-            data = "corpus:builtin/train"
+            data: str | None = "corpus:builtin/train"
             options |= {"granularity": "any", "given": PARTS[target], "max_sequences": 10}
         else:
             folder = self.folder / f"plan-{target.replace(' ', '-')}-{seed}"
             text, asked = CHOSEN_ON[target]
-            options |= {"seed": seed, "progress": True, **asked}
-            if text == "tasks":
-                data = None
-                options |= {"heldout": self.task_rows(seed), "chat": False}
-            else:
-                data = self.data(text, seed)
-                options["max_sequences"] = CHOOSING_ROWS
+            heldout = self.task_rows(seed) if text == "tasks" else self.data(text, seed)
+            options |= {"max_sequences": CHOOSING_ROWS, "heldout": heldout, "seed": seed, "progress": True, **asked}
+            data = None
         if not (folder / "plan.json").exists():
             search(MODEL, data, output=folder, resume=folder.exists(), **options)
         return folder / "plan.json"
