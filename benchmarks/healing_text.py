@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 import time
 from collections import defaultdict
@@ -52,6 +53,7 @@ CHOSEN_ON: dict[str, tuple[str, dict[str, Any]]] = {
     "8 attentions by own chat": ("own chat", EIGHT_ATTENTIONS),
     "8 attentions by tasks": ("tasks", {**EIGHT_ATTENTIONS, "chat": False, "max_sequences": None}),
     "1.1 by own chat": ("own chat", SPEEDUP),
+    "1.1 by tasks": ("tasks", {**SPEEDUP, "chat": False, "max_sequences": None}),
 }
 """Target -> the text on which a search chooses what is removed, and what it is asked for. A search is scored on all of
 its rows, about 12,000 tokens of each kind of text."""
@@ -63,6 +65,8 @@ TASK_ROWS = {
 """File of a task -> a row as the prompt and the right answer that lm-eval scores."""
 FIRST_ROW, ROWS_OF_A_TASK = 1000, 80
 """Of the rows of a task that a search reads, which are none of the first 500."""
+FIRST_HEALED, HEALED_ROWS = 500, 500
+"""Of the rows of a task that a model is healed on, as plain text: neither those that are read, nor those that choose."""
 TARGETS = (*PARTS, *CHOSEN_ON)
 CHOOSING_ROWS = 48
 ROWS = 200
@@ -72,6 +76,7 @@ TRAINING = {"global_batch_size": 4, "control": False}
 ALSO: dict[str, tuple[str, dict[str, Any]]] = {
     "novels refitted only": ("novels", {"steps": 0}),
     "novels 300 steps": ("novels", {"steps": 300, "max_sequences": 4 * ROWS, **TRAINING}),
+    "rows of the tasks": ("rows of the tasks", {"steps": 75, **TRAINING}),
 }
 """Arm that runs if it is named -> the text it is healed on, and what differs from the other arms."""
 READ = ("novels", "wikitext", "GSM8K answers", "own chat")
@@ -121,14 +126,26 @@ class Bench:
     def task_rows(self, seed: int) -> str:
         """The file of rows of all tasks, on which parts are chosen."""
         path = self.folder / f"task-rows-{seed}.jsonl"
-        first = FIRST_ROW + seed * ROWS_OF_A_TASK
-        pairs = []
-        for name, pair in TASK_ROWS.items():
-            lines = (self.shared / "lm-eval" / name).read_text(encoding="utf-8").splitlines()
-            pairs += [pair(json.loads(line)) for line in lines[first : first + ROWS_OF_A_TASK]]
+        pairs = self.pairs(FIRST_ROW + seed * ROWS_OF_A_TASK, ROWS_OF_A_TASK)
         rows = [{"prompt": prompt, "response": response} for prompt, response in pairs]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         return str(path)
+
+    def task_text(self, seed: int) -> str:
+        """The file of text of other rows of all tasks, in a random order, on which a model is healed."""
+        path = self.folder / f"task-text-{seed}.txt"
+        pairs = self.pairs(FIRST_HEALED, HEALED_ROWS)
+        random.Random(seed).shuffle(pairs)
+        path.write_text("\n\n".join(prompt + response for prompt, response in pairs), encoding="utf-8")
+        return str(path)
+
+    def pairs(self, first: int, count: int) -> list[tuple[str, str]]:
+        """Prompts and right answers of `count` rows of every task."""
+        pairs = []
+        for name, pair in TASK_ROWS.items():
+            lines = (self.shared / "lm-eval" / name).read_text(encoding="utf-8").splitlines()
+            pairs += [pair(json.loads(line)) for line in lines[first : first + count]]
+        return pairs
 
     def data(self, arm: str, seed: int) -> str:
         """What an arm is healed on."""
@@ -139,6 +156,8 @@ class Bench:
             return str(self.wikitext[0])
         if arm == "GSM8K own answers":
             return self.answers(seed)
+        if arm == "rows of the tasks":
+            return self.task_text(seed)
         own = self.own("text" if arm == "own text" else "chat", seed, ROWS)
         return f"{own},{novels}" if arm.endswith("novels") else own
 
