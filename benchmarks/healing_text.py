@@ -66,7 +66,7 @@ TASK_ROWS = {
 FIRST_ROW, ROWS_OF_A_TASK = 1000, 80
 """Of the rows of a task that a search reads, which are none of the first 500."""
 FIRST_HEALED, HEALED_ROWS = 500, 500
-"""Of the rows of a task that a model is healed on, as plain text: neither those that are read, nor those that choose."""
+"""Of the rows of a task that a model is healed on, as plain text: none of those that are read or that choose."""
 TARGETS = (*PARTS, *CHOSEN_ON)
 CHOOSING_ROWS = 48
 ROWS = 200

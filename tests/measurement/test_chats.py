@@ -52,8 +52,11 @@ def losses_of(model, tokens, row):
     return responses, every
 
 
-@pytest.mark.parametrize("rows", [CHATS, PAIRS], ids=["chats", "pairs"])
-def test_losses_of_responses_are_those_of_transformers_and_of_the_search(rows, tmp_path):
+@pytest.mark.parametrize(
+    ("rows", "chat"), [(CHATS, True), (CHATS, False), (PAIRS, True)], ids=["chats", "chats, no template asked", "pairs"]
+)
+def test_losses_of_responses_are_those_of_transformers_and_of_the_search(rows, chat, tmp_path):
+    """Chats have the template even where pairs are to be plain text."""
     model = tiny_models.build("llama").eval()
     tokens = tokenizer(CHAT)
     path = tmp_path / "rows.jsonl"
@@ -61,18 +64,15 @@ def test_losses_of_responses_are_those_of_transformers_and_of_the_search(rows, t
     columns = [losses_of(model, tokens, row) for row in rows]
     for score, column in (("responses", 0), ("all", 1)):
         expected = torch.tensor([loss for row in columns for loss in row[column]], dtype=torch.float64)
-        results = fulldepth.measure(
-            model, path, measures=["lens_loss"], lens_tokens=None, tokenizer=tokens, score=score, progress=False
-        )
+        options = {"tokenizer": tokens, "chat": chat, "progress": False}
+        results = fulldepth.measure(model, path, measures=["lens_loss"], lens_tokens=None, score=score, **options)
         rows_of_layers = results.table[(results.table.measure == "lens_loss") & (results.table.statistic == "mean")]
         *_, last = rows_of_layers.sort_values("layer").itertuples()
         assert last.count == len(expected)
         assert last.value == pytest.approx(float(expected.mean()), abs=1e-6)
         assert results.meta["data"]["clusters"] == len(rows)
         if score == "responses":
-            plan = search(
-                model, None, heldout=path, search="given", given=[2], fit=False, tokenizer=tokens, progress=False
-            )
+            plan = search(model, None, heldout=path, search="given", given=[2], fit=False, **options)
             assert plan.losses[0] == pytest.approx(last.value, abs=1e-6)
 
 
@@ -96,11 +96,6 @@ def test_pairs_are_plain_text_without_the_chat_template_if_asked(tokens, tmp_pat
     assert plan.losses[0] == expected
     assert plan.cost["settings"]["chat"] is False
     assert tokens.chat_template in (CHAT, None)
-
-
-def test_chats_need_the_template():
-    with refused("the tokenizer has no chat template", "without --no-chat"):
-        fulldepth.measure(tiny_models.build("llama"), CHATS, tokenizer=tokenizer(CHAT), chat=False, progress=False)
 
 
 def test_sequences_are_those_of_the_search():

@@ -445,6 +445,21 @@ def test_own_text_outlives_a_healing_that_is_refused(tmp_path):
     assert own.read_text() == written.upper()
 
 
+def test_a_plan_of_plain_pairs_is_healed_on_chats(tmp_path):
+    """The plan's way of reading pairs holds for pairs; chats have the template, whatever it says."""
+    model = small_world.model()
+    tokens = small_world.tokenizer()
+    tokens.chat_template = "{% for m in messages %}the {{ m['content'] }} {% endfor %}"
+    plan = planned.plan(model, [2], "attention", None)
+    plan = plan.changed(cost={**plan.cost, "settings": {"chat": False}})
+    turns = [[{"role": "user", "content": f"sun is {n}"}, {"role": "assistant", "content": "a leaf"}] for n in range(9)]
+    chats = jsonl(tmp_path / "chats.jsonl", *({"messages": turn} for turn in turns))
+    pairs = jsonl(tmp_path / "rows.jsonl", *({"prompt": f"a leaf {n}", "response": " is the sun"} for n in range(9)))
+    results = heal_into(plan, model, f"{chats},{pairs}", tmp_path / "healed", tokenizer=tokens, steps=0)
+    assert results.meta["settings"]["chat"] is False
+    assert results.meta["data"]["train"]["examples"] + results.meta["data"]["heldout"]["examples"] == 18
+
+
 def test_held_out_rows_that_chose_the_blocks_are_refused_before_the_model_writes(tmp_path, monkeypatch):
     model = small_world.model()
     texts_held = [{"text": "the sun is here " * 3}, {"text": "a leaf fell down " * 3}]

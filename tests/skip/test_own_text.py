@@ -22,7 +22,7 @@ from fulldepth.skip.own_text import FILE, NOTES, OwnText, with_own_text
 from fulldepth.skip.problem import stand_in
 from refusals import refused
 from skip.test_responses import decoder
-from skip.word_tokenizer import ASSISTANT, BOS, CHAT, EOS, TWO_WORDS, USER, tokenizer
+from skip.word_tokenizer import ASSISTANT, BOS, CHAT, EOS, TWO_WORDS, USER, tokenizer, words
 from tiny_models import build
 
 LENGTH = 30
@@ -98,6 +98,18 @@ def test_the_model_writes_the_users_turn_and_answers_it(tmp_path):
         assert row.get("end") == (opened.tokenizer.decode(answer[-1:]) if ended else None)
     read = read_examples(tmp_path / FILE, opened.tokenizer, LENGTH, seed=0, sequence_length=LENGTH)
     assert len(read.train) + len(read.heldout) == 6
+
+
+def test_own_chats_have_the_template_beside_pairs_that_are_plain_text(tmp_path):
+    opened = subject(CHAT)
+    with_own_text("own", opened, settings(), tmp_path, Watcher())
+    own = tmp_path / FILE
+    pairs = jsonl(tmp_path / "rows.jsonl", *({"prompt": words(n, 2), "response": " " + words(3)} for n in range(6)))
+    both = read_examples(None, opened.tokenizer, LENGTH, heldout=f"{own},{pairs}", chat=False).heldout
+    alone = read_examples(None, opened.tokenizer, LENGTH, heldout=own).heldout
+    alone += read_examples(None, tokenizer(None), LENGTH, heldout=pairs).heldout
+    assert [e.input_ids.tolist() for e in both] == [e.input_ids.tolist() for e in alone]
+    assert [e.labels.tolist() for e in both] == [e.labels.tolist() for e in alone]
 
 
 def test_answers_that_grow_when_they_are_read_are_cut_to_the_length(tmp_path):

@@ -17,6 +17,7 @@ from fulldepth.data.examples import Examples
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.llama_cpp import LlamaCpp
 from fulldepth.execution.serving import LlamaServer, Load, VllmServer, in_llama_cpp
+from fulldepth.hf import load_tokenizer
 from fulldepth.results import Results
 from fulldepth.skip.bench import bench
 from fulldepth.skip.exports.export import export
@@ -242,6 +243,12 @@ def test_prompts_are_the_beginnings_of_held_out_rows(files, asked):
     assert [len(prompt) for prompt in prompts] == [8] * 4
     spelled = ["".join(tokens[number] for number in prompt).replace("Ġ", " ") for prompt in prompts]
     assert all(any(text in row for row in rows) for text in spelled), spelled
+    tokens = load_tokenizer(files / NAMES[0])
+    tokens.chat_template = "{% for m in messages %}0 0 0 {{ m['content'] }} {% endfor %}"
+    pairs = [{"prompt": "the", "response": " 123" * 12} for _ in range(2)]
+    options = {"concurrency": [2], "heldout": pairs, "tokenizer": tokens, "chat": False}
+    bench(files / NAMES[0], [files / NAMES[1]], **options, **SMALL)
+    assert tokens.decode(asked[-1][3][0]).startswith("the")
     examples = Examples([], [Example.of([*range(n, n + 12)], 1, 12) for n in (3, 30)], {"name": "rows"})
     results = bench(files / NAMES[0], [files / NAMES[1]], concurrency=[2], data=examples, **SMALL)
     assert results.meta["data"] == examples.meta

@@ -114,16 +114,17 @@ def conversations(
     return datasets.concatenate_datasets(chunks)
 
 
-def read_conversations(rows: Rows, tokenizer: Any = None) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_conversations(rows: Rows, tokenizer: Any = None, *, chat: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
     """Location of each row, and the example that `conversations` makes of it, before it leaves out those with
     `CUT_OFF`; empty if the row has no response.
 
-    The first row determines the columns. Arguments and errors are those of `conversations`.
+    The first row determines the columns. Without `chat`, pairs of texts stay plain text although the tokenizer has a
+    chat template. The other arguments, and errors, are those of `conversations`.
     """
     columns = None
     for where, row in rows:
         columns = columns or _columns(row, where, tokenizer)
-        prompt = _prompt(row, where, columns, tokenizer)
+        prompt = _prompt(row, where, columns, tokenizer, chat)
         response = columns[1]
         if response is None:
             yield where, {"messages": prompt} if _answered(prompt[1:]) else {}
@@ -144,8 +145,9 @@ def read_conversations(rows: Rows, tokenizer: Any = None) -> Iterator[tuple[str,
         yield where, {"prompt": prompt, "completion": completion, **ending} if answered else {}
 
 
-def conversation_prompts(rows: Rows, tokenizer: Any) -> Iterator[tuple[str, Prompt]]:
-    """Location and prompt of each row: messages for a chat template, else text that ends in white space.
+def conversation_prompts(rows: Rows, tokenizer: Any, *, chat: bool = True) -> Iterator[tuple[str, Prompt]]:
+    """Location and prompt of each row: messages for a chat template, else (texts without `chat` too) text that ends in
+    white space.
 
     The first row determines how all rows are read. Responses are not read and may be missing; the prompt of a chat ends
     before a final response. Errors are those of `conversations`.
@@ -153,7 +155,7 @@ def conversation_prompts(rows: Rows, tokenizer: Any) -> Iterator[tuple[str, Prom
     columns = None
     for where, row in rows:
         columns = columns or _columns(row, where, tokenizer, answered=False)
-        prompt = _prompt(row, where, columns, tokenizer)
+        prompt = _prompt(row, where, columns, tokenizer, chat)
         if isinstance(prompt, str):
             prompt = _separated(prompt)
         elif columns[1] is None and prompt and prompt[-1]["role"] == "assistant":
@@ -171,8 +173,8 @@ def _columns(row: Mapping[str, Any], where: str, tokenizer: Any, *, answered: bo
     is_chat = columns[1] is None or isinstance(row[columns[0]], list)
     if is_chat and tokenizer is not None and not tokenizer.chat_template:
         raise FulldepthError(
-            f"{where} holds a chat, but the tokenizer has no chat template. Use the tokenizer of a chat model (without "
-            "--no-chat), set its chat_template, or give prompts and responses as plain text."
+            f"{where} holds a chat, but the tokenizer has no chat template. Use the tokenizer of a chat model, set "
+            "its chat_template, or give prompts and responses as plain text."
         )
     return columns
 
@@ -181,7 +183,7 @@ def _answered(messages: Any) -> bool:
     return any(message["role"] == "assistant" and message["content"].strip() for message in messages)
 
 
-def _prompt(row: Mapping[str, Any], where: str, columns: tuple[str, str | None], tokenizer: Any) -> Prompt:
+def _prompt(row: Mapping[str, Any], where: str, columns: tuple[str, str | None], tokenizer: Any, chat: bool) -> Prompt:
     """The prompt of a row, or its whole chat."""
     column, response = columns
     require_columns(row, [column], where)
@@ -190,7 +192,8 @@ def _prompt(row: Mapping[str, Any], where: str, columns: tuple[str, str | None],
     prompt = text_value(row[column], f"{where}, {column!r}")
     if columns == ("instruction", "output") and row.get("input"):  # Alpaca
         prompt += "\n\n" + text_value(row["input"], f"{where}, 'input'")
-    return [{"role": "user", "content": prompt}] if tokenizer is not None and tokenizer.chat_template else prompt
+    templated = chat and tokenizer is not None and tokenizer.chat_template
+    return [{"role": "user", "content": prompt}] if templated else prompt
 
 
 def _separated(prompt: str) -> str:

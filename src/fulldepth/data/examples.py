@@ -91,6 +91,7 @@ def read_examples(
     sequence_length: int | None = None,
     limit: int | None = None,
     vocab_size: int | None = None,
+    chat: bool = True,
 ) -> Examples:
     """Examples with the loss on response tokens (pairs, chats) or on every token but a window's first (text).
 
@@ -103,7 +104,7 @@ def read_examples(
             `text` or `sentence`, `.txt` files, `corpus:builtin` (its held-out part) or `corpus:builtin/train`, a list
             of texts or of mappings. Long plain text is several documents (`fulldepth.data.opening.text_pieces`).
             Several sources, with shares of the rows: `a.jsonl=0.7,b.txt=0.3` or a `Mixture`. None = held-out data only.
-        tokenizer: the model's; its chat template, if it has one, is used for pairs too.
+        tokenizer: the model's, with its chat template if it has one.
         max_positions: most tokens that the model can read; None = any length.
         heldout: data for scoring, of the same kinds; None = a seeded fifth of the rows or documents of each source.
         seed: seed of that fifth.
@@ -112,6 +113,7 @@ def read_examples(
         limit: most rows (of several sources: of all together), a uniform sample; of text, most windows, a uniform
             sample of all text, each within one document. None = all.
         vocab_size: rows of the model's embedding; None = not checked.
+        chat: put pairs of texts into the chat template, if there is one; else they are plain text. Chats always are.
 
     Raises:
         FulldepthError: if there is nothing to read or to hold out, a row lacks prompt or response, pairs are too long
@@ -125,7 +127,7 @@ def read_examples(
         raise FulldepthError("The data are text, and the model has no tokenizer. Give one.")
     longest = sequence_length or max_positions
     window = sequence_length or min(DEFAULT_LENGTH, max_positions or DEFAULT_LENGTH)
-    read = partial(_read, tokenizer=tokenizer, longest=longest, window=window, seed=seed)
+    read = partial(_read, tokenizer=tokenizer, longest=longest, window=window, seed=seed, chat=chat)
     scored = None if heldout is None else _read_all(heldout, limit, read)
     parts = [] if data is None else _read_all(data, limit, read)
     if scored is None:
@@ -213,7 +215,9 @@ def _joined(parts: Sequence[_Part]) -> _Part:
     )
 
 
-def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit: int | None, seed: int) -> _Part:
+def _read(
+    data: Any, *, tokenizer: Any, longest: int | None, window: int, limit: int | None, seed: int, chat: bool
+) -> _Part:
     """Read one source, or a sample of it, as examples."""
     if isinstance(data, str) and data == CORPUS:
         data = f"{CORPUS}/heldout"  # as for `measure`: unseen by models trained on the corpus
@@ -227,7 +231,7 @@ def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit:
         columns = choose_columns(row, where)
         if columns.kind in CONVERSATIONS:
             rows = opened.rows() if limit is None else opened.sampled(list(row), limit, seed=seed)
-            numbered = enumerate(read_conversations(rows, tokenizer))
+            numbered = enumerate(read_conversations(rows, tokenizer, chat=chat))
             examples, _ = response_examples(
                 ((document, where, conversation) for document, (where, conversation) in numbered),
                 tokenizer,

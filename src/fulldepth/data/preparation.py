@@ -95,6 +95,8 @@ class Preparation:
     """One sequence for each plain text too, cut at `sequence_length`."""
     score: Score = "responses"
     """Tokens of prompts with responses and of chats that are predicted."""
+    chat: bool = True
+    """Put prompts with responses into the chat template, if the tokenizer has one; else they are plain text."""
 
     @property
     def longest(self) -> int:
@@ -352,7 +354,8 @@ def _one_by_one(source: Source, given: Sequence[TextRecord], plan: Preparation, 
 
 def _conversations(given: Sequence[ConversationRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """A sequence for each response, behind all that precedes it; see `fulldepth.data.conversations`."""
-    conversations = read_conversations(((record.where, record.conversation) for record in given), plan.tokenizer)
+    rows = ((record.where, record.conversation) for record in given)
+    conversations = read_conversations(rows, plan.tokenizer, chat=plan.chat)
     can_be_longer = plan.max_positions is None or plan.sequence_length < plan.max_positions
     remedy = "Raise sequence_length, or cut them" if can_be_longer else "Cut them"
     positions = plan.max_positions or "not limited"

@@ -55,7 +55,8 @@ class ReadingSettings(LoadingSettings):
     score: Literal["responses", "all"] = "responses"
     """Tokens that are predicted in prompts with responses and in chats: those of the responses, or all."""
     chat: bool = True
-    """Put prompts with responses into the tokenizer's chat template, if it has one; otherwise they are plain text."""
+    """Put prompts with responses into the tokenizer's chat template, if it has one; otherwise they are plain text.
+    Chats always have the template."""
     sequence_length: Length | None = None
     """Tokens in a sequence; None = 256, or the model's positions if fewer, and whole texts for a classifier."""
     seed: Seed = 0

@@ -72,7 +72,8 @@ class HeldoutSettings(LoadingSettings):
     max_sequences: Rows | None = None
     """Rows (or windows of text) to read; None = all."""
     chat: bool = True
-    """Put prompts with responses into the tokenizer's chat template, if it has one; otherwise they are plain text."""
+    """Put prompts with responses into the tokenizer's chat template, if it has one; otherwise they are plain text.
+    Chats always have the template."""
     seed: Seed = 0
     """Seed of the held-out fifth and of all other random choices."""
 

@@ -179,6 +179,7 @@ def read_data(subject: Subject, data: Any, settings: HeldoutSettings, *, heldout
         sequence_length=settings.sequence_length,
         limit=settings.max_sequences,
         vocab_size=subject.anatomy.vocab_size,
+        chat=settings.chat,
     )
 
 

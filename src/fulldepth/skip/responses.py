@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,7 +68,9 @@ class Responses(NamedTuple):
     """Settings of the generation, and counts of responses; plain values for a plan's `data`."""
 
 
-def read_prompts(data: Any, tokenizer: Any, limit: int | None = None, seed: int = 0) -> list[Prompt]:
+def read_prompts(
+    data: Any, tokenizer: Any, limit: int | None = None, seed: int = 0, *, chat: bool = True
+) -> list[Prompt]:
     """The prompts of rows; their responses, if any, are ignored.
 
     Args:
@@ -76,6 +79,7 @@ def read_prompts(data: Any, tokenizer: Any, limit: int | None = None, seed: int 
         tokenizer: with a chat template, prompts become messages.
         limit: most rows, a uniform sample in the order of the data (of a stream the first ones); None = all.
         seed: of the sample.
+        chat: False leaves prompts plain text although there is a template; those of chats are messages.
 
     Raises:
         FulldepthError: if a row has no prompt, or there are no rows.
@@ -86,7 +90,7 @@ def read_prompts(data: Any, tokenizer: Any, limit: int | None = None, seed: int 
     if limit is not None:
         rows = opened.sampled(list(first), limit, seed=seed)
     prompts: list[Prompt] = []
-    for where, prompt in conversation_prompts(rows, tokenizer):
+    for where, prompt in conversation_prompts(rows, tokenizer, chat=chat):
         if not _has_text(prompt):
             raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
         prompts.append(prompt)
@@ -192,7 +196,7 @@ def _responses(
 
 
 def respond(
-    subject: Subject, data: Any, count: int, folder: Path, sampling: Sampling, watcher: Watcher
+    subject: Subject, data: Any, count: int, folder: Path, sampling: Sampling, watcher: Watcher, *, chat: bool = True
 ) -> dict[str, Any]:
     """Write responses to prompts of `data` into `folder`, or reuse those of an earlier start with the same settings.
 
@@ -203,6 +207,7 @@ def respond(
         folder: for `responses.jsonl` and `responses.json`.
         sampling: as for `generate_responses`.
         watcher: as for `generate_responses`.
+        chat: as for `read_prompts`.
 
     Returns:
         `Responses.settings`, as stored.
@@ -217,7 +222,11 @@ def respond(
         raise FulldepthError(
             f"The prompts are in {data}, which the generated responses would replace. Choose another output folder."
         )
-    prompts = read_prompts(data, subject.tokenizer, count, sampling.seed)
+    tokenizer = subject.tokenizer
+    prompts = read_prompts(data, tokenizer, count, sampling.seed, chat=chat)
+    if isinstance(prompts[0], str) and tokenizer.chat_template:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = None
     digest = sha256_of(json.dumps(prompts))
     asked = {"model": subject.hash, "prompts": f"sha256:{digest}", "count": count}
     asked |= sampling.model_dump(exclude={"batch_size"})
@@ -236,7 +245,7 @@ def respond(
             )
         if responses.exists():  # else killed between the two files
             return dict(stored.made)
-    generated = generate_responses(subject.model, subject.tokenizer, prompts, settings=sampling, watcher=watcher)
+    generated = generate_responses(subject.model, tokenizer, prompts, settings=sampling, watcher=watcher)
     text = "".join(json.dumps(pair) + "\n" for pair in generated.pairs)
     document = {"asked": asked, "made": generated.settings, "sha256": sha256_of(text)}
     write_text(notes, json.dumps(document, indent=2))

@@ -111,7 +111,8 @@ def search(
                     pass  # what the search cannot do is refused before the model writes, which takes long
             generation = None
             if responses is not None and folder is not None:
-                generation = process.first(partial(respond, subject, data, responses, folder, sampling, watcher))
+                answer = partial(respond, subject, data, responses, folder, sampling, watcher, chat=settings.chat)
+                generation = process.first(answer)
                 data = str(folder / RESPONSES)
             read = data
             if names_own(data):

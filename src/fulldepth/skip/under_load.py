@@ -327,6 +327,7 @@ def _read(model: ServedModel, settings: BenchSettings, data: Any, heldout: Any, 
         sequence_length=settings.sequence_length,
         limit=settings.max_sequences,
         vocab_size=model.vocab_size,
+        chat=settings.chat,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -173,22 +172,17 @@ class Subject:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer as passed in, the named one, or the one saved with or beside the model, opened when it is asked
-        for, without its chat template where the settings ask for plain text; None if it was opened with data that are
-        no text.
+        for; None if it was opened with data that are no text.
 
         Raises:
             FulldepthError: if there is none.
         """
-        tokenizer = open_tokenizer(
+        return open_tokenizer(
             self.checkpoint,
             chosen_tokenizer(self.settings, self.given_tokenizer),
             revision=self.settings.revision,
             trust_remote_code=self.settings.trust_remote_code,
         )
-        if getattr(self.settings, "chat", None) is False and getattr(tokenizer, "chat_template", None):
-            tokenizer = copy.deepcopy(tokenizer)
-            tokenizer.chat_template = None
-        return tokenizer
 
     @cached_property
     def verified(self) -> Verified:
@@ -426,6 +420,7 @@ def _sequences_for(
         bos=settings.bos,
         one_per_row=settings.one_per_row,
         score=settings.score,
+        chat=settings.chat,
         skip_bad=settings.skip_bad,
     )
 
