@@ -118,9 +118,10 @@ def run(job, logs, limits):
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # what the job has started and left
     code = os.waitstatus_to_exitcode(ended[1])
+    inherited = before.rss - before.shared  # a fork starts without the pages of libraries
     if code in (-signal.SIGKILL, -signal.SIGXCPU) and hang is None:
         hang = f"more than {limits.cpu} seconds of CPU"
-    return Ending(code, hang, ended[2].ru_maxrss * 1024 - before.rss)
+    return Ending(code, hang, ended[2].ru_maxrss * 1024 - inherited)
 
 
 def _run_child(job, logs, limits, ceiling, reader):

@@ -9,8 +9,9 @@ import pytest
 from golden import tables
 from json_files import read_json
 
-TOLERANCE = {"measure": 1e-7, "train": 1e-3, "search": 1e-5}
-"""Relative, for machines that round otherwise: some attention has a softmax in float32, and training amplifies it."""
+TOLERANCE = {"measure": 1e-6, "train": 1e-3, "search": 1e-5}
+"""Relative, for machines and versions of torch that round otherwise: some attention has a softmax in float32, and
+training amplifies it."""
 REORDERED = {"cka": 2e-7}
 """Measure whose products, in float32, round otherwise on machines that agree in all that `tables.machine` asks."""
 
