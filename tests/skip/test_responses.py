@@ -9,10 +9,12 @@ import torch
 from scipy import stats
 from transformers import GenerationConfig
 
+from data.conftest import jsonl
 from families import zoo
 from fulldepth.core.progress import Watcher
 from fulldepth.data.conversations import conversations
 from fulldepth.data.examples import read_examples
+from fulldepth.skip import search
 from fulldepth.skip.responses import generate_responses, read_prompts
 from fulldepth.skip.sampling import GumbelNoise
 from refusals import refused
@@ -146,6 +148,19 @@ def test_settings_are_recorded(tmp_path):
     path = tmp_path / "responses.jsonl"
     path.write_text("".join(json.dumps(pair) + "\n" for pair in found.pairs))
     assert read_examples(path, tokenizer(), 64).meta["hash"] == read_examples(found.pairs, tokenizer(), 64).meta["hash"]
+
+
+def test_a_search_of_plain_pairs_answers_and_scores_without_the_template(tmp_path):
+    rows = jsonl(tmp_path / "rows.jsonl", *({"prompt": words(n, n + 1), "response": ""} for n in range(12)))
+    model = decoder("llama")
+    options = {"responses": 12, "search": "given", "given": [2], "fit": False, "max_new_tokens": 6, "progress": False}
+    plans = [
+        search(model, rows, output=tmp_path / name, tokenizer=tokenizer(template), chat=chat, **options)
+        for name, template, chat in (("plain", CHAT, False), ("bare", None, True))
+    ]
+    plain, bare = ((tmp_path / name / "responses.jsonl").read_text() for name in ("plain", "bare"))
+    assert plain == bare
+    assert plans[0].losses == plans[1].losses
 
 
 def roberta():
