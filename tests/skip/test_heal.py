@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -33,6 +34,7 @@ from fulldepth.skip.heal import heal as heal_into
 from fulldepth.skip.own_text import OwnText
 from fulldepth.skip.plan import hashes_of_rows
 from fulldepth.skip.tasks import TaskComparison
+from fulldepth.training import train
 from json_files import read_json
 from refusals import refused
 from skip import plain, planned
@@ -321,8 +323,8 @@ def test_bad_input_is_refused(change, named, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_tasks_are_read_beside_the_original_after_healing_on_own_and_other_text(tmp_path):
-    """Scores are those of the folder when it is loaded; errors are of the differences of lm-eval's examples."""
+def test_tasks_are_read_beside_the_original_and_the_control(tmp_path, monkeypatch):
+    """Scores are those of the folders when they are loaded; errors are of the differences of lm-eval's examples."""
     pytest.importorskip("lm_eval")
     model = small_world.model()
     model.save_pretrained(tmp_path / "model")
@@ -337,6 +339,14 @@ def test_tasks_are_read_beside_the_original_after_healing_on_own_and_other_text(
     )
     plan = planned.plan(model, [2], "attention", None)
     lines = []
+
+    def train_and_keep(run, output, **options):
+        trained = train(run, output, **options)
+        if output.name == "control":  # the work folder is deleted
+            shutil.copytree(output, tmp_path / "kept")
+        return trained
+
+    monkeypatch.setattr(sys.modules["fulldepth.skip.heal"], "train", train_and_keep)
     results = heal_into(
         plan,
         tmp_path / "model",
@@ -346,7 +356,6 @@ def test_tasks_are_read_beside_the_original_after_healing_on_own_and_other_text(
         sequence_length=48,
         steps=1,
         rank=0,
-        control=False,
         **tasks,
         watcher=Watcher(say=lines.append),
     )
@@ -354,23 +363,28 @@ def test_tasks_are_read_beside_the_original_after_healing_on_own_and_other_text(
     assert len(own) == 20
     assert not any("one kind of text" in line for line in lines)
     models = results.table["model"].unique()
-    assert set(models) == {"original", "removed", "refitted", "trained"}
+    assert set(models) == {"original", "removed", "refitted", "trained", "control"}
     right = {}
-    for name, checkpoint in (("original", model), ("trained", load(tmp_path / "healed"))):
+    checkpoints = {"original": model, "trained": load(tmp_path / "healed"), "control": tmp_path / "kept"}
+    for name, checkpoint in checkpoints.items():
         options = {"tokenizer": small_world.tokenizer(), "exit_layers": "full", "log_samples": True}
         evaluate(checkpoint, output=tmp_path / name, **tasks, **options)
         rows = map(json.loads, (tmp_path / name / "samples_arc_easy_local.jsonl").read_text().splitlines())
         right[name] = np.array([row["acc"] for row in sorted(rows, key=lambda row: row["doc_id"])])
         scores = results.table[(results.table["measure"] == "task_score") & (results.table["model"] == name)]
         assert scores.loc[scores["statistic"] == "acc", "value"].item() == right[name].mean()
-    gap = right["trained"] - right["original"]
-    assert gap.std() > 0
-    name, first = next(iter(results.headline.items()))
-    assert name == "task arc_easy_local"
-    assert first["value"] == pytest.approx(gap.mean())
-    assert first["standard_error"] == pytest.approx(gap.std(ddof=1) / 30**0.5, rel=1e-5)
+    opening = [*results.headline.items()][:2]
+    assert [name for name, _ in opening] == ["task arc_easy_local", "task_cost arc_easy_local"]
+    for (_, finding), reference in zip(opening, ("original", "control"), strict=True):
+        gap = right["trained"] - right[reference]
+        assert gap.std() > 0
+        assert finding["value"] == pytest.approx(gap.mean())
+        assert finding["standard_error"] == pytest.approx(gap.std(ddof=1) / 30**0.5, rel=1e-5)
+    assert "the original trained on the same tokens" in opening[1][1]["sentence"]
     page = (tmp_path / "healed" / "report.html").read_text()
-    assert page.index("arc_easy_local") < page.index("held-out loss")
+    assert page.index("arc_easy_local") < page.index("the original trained on the same") < page.index("held-out loss")
+    card = (tmp_path / "healed" / "README.md").read_text()
+    assert card.index("Task arc_easy_local |") < card.index("Task arc_easy_local, net cost |")
     with refused("Unknown task"):
         heal_into(plan, tmp_path / "model", str(text), tmp_path / "other", tasks=["arc_eazy"], steps=0)
     with refused("Tasks of a loaded model need its tokenizer"):

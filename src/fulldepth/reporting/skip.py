@@ -35,8 +35,8 @@ PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
 """Granularity -> name of one removed part."""
 BRANCHES = [part for part in PARTS if part != "layer"]
 """The parts of a layer."""
-TASK = "task"
-"""In the headline of a healing, followed by the name of a task."""
+OF_TASK = ("task", "task_cost")
+"""In the headline of a healing, each followed by the name of a task."""
 PHASES = ("prefill", "decode")
 CARDS = {
     "target_speedup": "Speed-up by the times of the parts",
@@ -44,7 +44,8 @@ CARDS = {
     "target_bytes": "Bytes of the weights that are left",
     "target_cache": "Bytes of the cache that are left",
     "loss_added": "Loss added",
-    TASK: "Change of a task's score",
+    "task": "Change of a task's score",
+    "task_cost": "Net cost of removal in a task's score",
     "net_cost": "Net cost of removal",
     "healing": "Change by healing",
     "loss_healed": "Held-out loss, healed",
@@ -417,7 +418,7 @@ def skip_story(source: PageSource) -> dict[str, Any] | None:
             entry
             for name in names
             for key, entry in headline.items()
-            if name == key or (name == TASK and key.startswith(f"{TASK} "))
+            if name == key or (name in OF_TASK and key.startswith(f"{name} "))
         ]
         sentences = sentences_of(opening or [*headline.values()][:1])
     return {"sentences": sentences} if sentences else None

@@ -47,10 +47,10 @@ class HealSettings(HeldoutSettings):
     instructions for such products, else float32."""
     control: bool = True
     """Train the original in the same way, to tell what removal costs from what the text teaches; takes as long as the
-    healed model's training."""
+    healed model's training and its tasks."""
     tasks: list[str] | None = None
-    """Comma-separated tasks that the original and the healed model are read on, as for `fulldepth evaluate`:
-    lambada_local, arc_easy_local, ...; None = no tasks."""
+    """Comma-separated tasks that the original, the healed model and the control are read on, as for `fulldepth
+    evaluate`: lambada_local, arc_easy_local, ...; None = no tasks."""
     task_data: list[str] | None = None
     """Comma-separated folders with the files of the local tasks."""
     task_limit: Count | None = None

@@ -17,7 +17,7 @@ from fulldepth.core.files import locked
 from fulldepth.core.processor import has_bfloat16
 from fulldepth.core.progress import Watcher
 from fulldepth.data.mixture import Mixture
-from fulldepth.hf import pick_device
+from fulldepth.hf import open_model, pick_device
 from fulldepth.hf.checkpoint_folder import check_disk_space, size_of
 from fulldepth.results import Results
 from fulldepth.settings.heal import HealSettings
@@ -27,6 +27,7 @@ from fulldepth.skip.healed import (
     TRAIN,
     VALIDATION,
     finish_gguf,
+    last_label,
     save_healed,
     with_weights,
     write_rows,
@@ -35,7 +36,7 @@ from fulldepth.skip.healed import (
 from fulldepth.skip.least_squares import Healing, refit, tokenizer_of, with_model
 from fulldepth.skip.own_text import FILE as OWN_TEXT
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.tasks import TaskComparison, check_tasks
+from fulldepth.skip.tasks import CONTROL, TaskComparison, check_tasks
 from fulldepth.training import train
 
 SLOW = ("*/checkpoint-*", "tasks-*/*", OWN_TEXT)
@@ -65,7 +66,7 @@ def heal(
             the removed parts learns from its text and from the original's predictions (distillation), in adapters that
             are merged.
             The control is the original, trained in the same way on the same tokens. Tasks, if there are any, are read
-            of the original first, and of the healed model last.
+            of the original first, and of the control and the healed model last.
         model: the checkpoint that the plan was made for, or the loaded model, which does not change.
         data: as for `fulldepth.skip.search`, `own` and mixtures included. Own text is stored as `own.jsonl` in the
             output folder.
@@ -118,7 +119,7 @@ def heal(
             if settings.steps:
                 healing = _trained(healing, model, work, tokenizer, watcher)
             if settings.tasks:
-                tasks.read("trained" if settings.steps else "refitted", healing.model, healing.settings)
+                _read_tasks(tasks, healing, work)
             elif len(Mixture.of(data).sources) == 1:
                 watcher.say(
                     "The model is healed on one kind of text, and losses on other text are unknown. Read tasks with "
@@ -158,13 +159,22 @@ def _trained(healing: Healing, model: str | Path, work: Path, tokenizer: Any, wa
         )
     start = write_start(healing, work / "start", tokenizer)
     write_rows(healing, work)
-    sources = {"trained": start, **({"control": model} if settings.control else {})}
+    sources = {"trained": start, **({CONTROL: model} if settings.control else {})}
     for label, source in sources.items():
         run = _training(healing, source, model, work)
         train(run, work / label, resume=(work / label).exists(), watcher=watcher)
     healing = with_weights(healing, work / "trained")
     healing = with_model(healing, "trained", healing.model, watcher)
-    return with_model(healing, "control", work / "control", watcher) if settings.control else healing
+    return with_model(healing, CONTROL, work / CONTROL, watcher) if settings.control else healing
+
+
+def _read_tasks(tasks: TaskComparison, healing: Healing, work: Path) -> None:
+    """Read the tasks of the control, if there is one, and of the healed model."""
+    settings = healing.settings
+    if settings.steps and settings.control:
+        control = open_model(work / CONTROL, device=healing.original.device).model
+        tasks.read(CONTROL, control, settings)
+    tasks.read(last_label(healing), healing.model, settings)
 
 
 def _training(healing: Healing, source: str | Path, teacher: str | Path, work: Path) -> TrainSettings:

@@ -4,7 +4,8 @@ Rows, with the column `model` (`original`, `removed`, `refitted`, and after trai
 (`mean`: nats per token; `difference_stderr`: of the difference to the original, over `count` documents), `kl` (`mean`:
 KL(original || model)) and `greedy_agreement` (`mean`: share of tokens for which both predict the same next token), of
 the same held-out rows for every model. With tasks, `task_score` (site: the task; statistic: its metric, and
-`difference_stderr`, paired by example) of the original and the healed model.
+`difference_stderr`, of the difference to the original, paired by example) of the original, the healed model and the
+control.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ from fulldepth.skip.least_squares import Healing, format_for
 from fulldepth.skip.own_text import FILE as OWN_TEXT
 from fulldepth.skip.own_text import NOTES as OWN_NOTES
 from fulldepth.skip.plan import HEALED, UNHEALED, Plan, differences, hashes_of_rows, in_sample
-from fulldepth.skip.tasks import TaskComparison, TaskReading
+from fulldepth.skip.tasks import CONTROL, ORIGINAL, TaskComparison
 from fulldepth.subject import open_checkpoint
 
 KIND = "heal"
@@ -60,7 +61,7 @@ NAMES = {
     "removed": "without the removed blocks",
     "refitted": "refitted",
     "trained": "refitted, then trained",
-    "control": "control: the original, trained on the same tokens",
+    CONTROL: "control: the original, trained on the same tokens",
 }
 """Model -> its name in sentences."""
 TRAIN = "train-tokens"
@@ -124,14 +125,12 @@ def save_healed(
         target: folder to create.
         tokenizer: as for `export`.
         work: folder whose text of the model's own is kept in the healed model's folder.
-        tasks: of the original and the healed model.
+        tasks: of the original, the healed model and the control.
 
     Raises:
         FulldepthError: as `export`.
     """
-    readings = [] if tasks is None else tasks.readings
-    results = healing_results(healing, plan, readings)
-    results.meta["warnings"] += [] if tasks is None else tasks.warnings
+    results = healing_results(healing, plan, tasks)
     settings = healing.settings
     with folder_to_be(target) as folder:
         format = settings.format or format_for(healing.plan, healing.model)
@@ -147,7 +146,7 @@ def save_healed(
         notes |= {"plan": seen.document(), "notes": [*notes["notes"], "Healed: see report.html in this folder."]}
         write_text(folder / NOTES, json.dumps(notes, indent=1, ensure_ascii=False) + "\n")
         facts = (notes["logit_error"], notes["parameters"], notes["notes"])
-        card_of(healing.plan, FORMATS[format], *facts, healed=card_numbers(healing, readings)).write(folder)
+        card_of(healing.plan, FORMATS[format], *facts, healed=card_numbers(healing, tasks)).write(folder)
         names = [plan.model.name, str(target), *([str(settings.gguf)] if settings.gguf else [])]
         command = f"fulldepth skip bench {shlex.join(names)} --output bench/"
         results.meta["next"] = {"why": "time it beside the original:", "command": command}
@@ -209,17 +208,21 @@ def _write_gguf(plan: Plan, model: PreTrainedModel, target: Path, settings: Heal
     return results
 
 
-def card_numbers(healing: Healing, tasks: Sequence[TaskReading] = ()) -> dict[str, str]:
+def card_numbers(healing: Healing, tasks: TaskComparison | None = None) -> dict[str, str]:
     """Numbers on the model card of a healed model: tasks, the losses of all models, the net cost, and the text."""
     losses = healing.readings[LOSS]
-    numbers = {f"Task {reading.task}": reading.sentence for reading in tasks}
+    healed = last_label(healing)
+    numbers: dict[str, str] = {}
+    if tasks is not None:
+        numbers |= {f"Task {reading.task}": reading.sentence for reading in tasks.of(healed)}
+        numbers |= {f"Task {reading.task}, net cost": reading.sentence for reading in tasks.of(healed, CONTROL)}
     titles = {"original": "Held-out loss of the original", **NAMES}
     for label in losses.sums:
         added = losses.added(label)
         gap = "" if label == "original" else f" ({added.mean:+.4f} {plus_minus(added.standard_error, 4)})"
         numbers[titles[label]] = f"{losses.mean(label):.4f}{gap} nats a token"
-    if "control" in losses.sums:
-        net = losses.added("trained", "control")
+    if CONTROL in losses.sums:
+        net = losses.added("trained", CONTROL)
         numbers["Net cost of removal, against the control"] = (
             f"{net.mean:+.4f} {plus_minus(net.standard_error, 4)} nats a token"
         )
@@ -237,7 +240,7 @@ def text_of(healing: Healing) -> str:
     return re.sub(r" \([\d,]+ rows\)", "", name)
 
 
-def healing_results(healing: Healing, plan: Plan, tasks: Sequence[TaskReading] = ()) -> Results:
+def healing_results(healing: Healing, plan: Plan, tasks: TaskComparison | None = None) -> Results:
     """A healing as results."""
     losses = healing.readings[LOSS]
     tables = []
@@ -246,26 +249,30 @@ def healing_results(healing: Healing, plan: Plan, tasks: Sequence[TaskReading] =
         for kind, unit in ((DIVERGENCE, "nats"), (AGREEMENT, "1")):
             mean = healing.readings[kind].mean(label)
             rows.append((kind, "model", None, None, "mean", mean, losses.count, unit))
-        if label in ("original", last_label(healing)):
-            for reading in tasks:
-                key = ("task_score", reading.task, None, None)
-                score = reading.original if label == "original" else reading.healed
-                rows.append((*key, reading.metric, score, reading.examples, "1"))
-                if label != "original" and math.isfinite(reading.error):
-                    rows.append((*key, "difference_stderr", reading.error, reading.examples, "1"))
+        for reading in [] if tasks is None else tasks.of(label):
+            key = ("task_score", reading.task, None, None)
+            rows.append((*key, reading.metric, reading.score, reading.examples, "1"))
+            if label != ORIGINAL and math.isfinite(reading.error):
+                rows.append((*key, "difference_stderr", reading.error, reading.examples, "1"))
         tables.append(tabulate(rows, model=label))
     warnings = list(healing.examples.meta.get("warnings", []))
     if plan.healed_loss is not None and plan.data["hash"] == healing.examples.meta.get("hash"):
         warnings.append("The plan's scalars were trained on some of the rows that healing is measured on.")
     if plan.losses and (remark := in_sample(plan)):
         warnings.append(f"Losses by number of removed blocks are the search's. {remark}")
+    headline: dict[str, Finding] = {}
+    if tasks is not None:
+        healed = last_label(healing)
+        headline |= {f"task {reading.task}": reading.finding() for reading in tasks.of(healed)}
+        headline |= {f"task_cost {reading.task}": reading.finding() for reading in tasks.of(healed, CONTROL)}
+        warnings += tasks.warnings
     document = {
         **provenance(KIND, healing.settings.model_dump(), seed=healing.settings.seed),
         **plan.about(find_anatomy(healing.original)),
         "data": healing.examples.meta,
         "refits": [refit._asdict() for refit in healing.refits],
         "warnings": warnings,
-        "headline": {f"task {reading.task}": reading.finding() for reading in tasks} | dict(healing_headline(healing)),
+        "headline": headline | dict(healing_headline(healing)),
     }
     return Results(stacked(tables, model="str"), dict(finite(document)))
 
@@ -282,8 +289,8 @@ def healing_headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
     labels = [label for label in losses.sums if label != "original"]
     last = last_label(healing)
     other_text = f" Measured on {text_of(healing)}: the loss on other text is unknown."
-    if "control" in labels:
-        net = losses.added("trained", "control")
+    if CONTROL in labels:
+        net = losses.added("trained", CONTROL)
         cost = difference_in_words(net, "the control, the original trained on the same tokens", held)
         sentence = f"Net cost of removal: {cost}."
         yield "net_cost", difference_finding(net, sentence + other_text, held)

@@ -1,4 +1,4 @@
-"""`TaskComparison`: tasks of a healed model beside the original's, with errors paired by example."""
+"""`TaskComparison`: tasks of a healed model and its control beside the original's, with errors paired by example."""
 
 from __future__ import annotations
 
@@ -20,25 +20,30 @@ from fulldepth.results import Finding, Results, difference_errors
 from fulldepth.settings.heal import HealSettings
 
 MEASURE = "task_score"
+ORIGINAL = "original"
+CONTROL = "control"
+COMPARED_WITH = {ORIGINAL: "the original", CONTROL: "the original trained on the same tokens"}
+"""Name of a model -> what a sentence calls it that compares another one with it."""
 NO_ERROR = "it takes three different examples, and scores that are means of examples"
 SAME = "the difference is the same for every example, which says nothing of others"
 
 
 class TaskReading(NamedTuple):
-    """The main score of a task for the original and the healed model."""
+    """The main score of a task for a model and the one that it is compared with."""
 
     task: str
     metric: str
     examples: int
-    original: float
-    healed: float
+    reference: float
+    score: float
     error: float
-    """Standard error of `healed - original`, paired by example; NaN if it is not known."""
+    """Standard error of `score - reference`, paired by example; NaN if it is not known."""
+    compared_with: str = COMPARED_WITH[ORIGINAL]
 
     @property
     def difference(self) -> float:
-        """The healed model's score minus the original's."""
-        return self.healed - self.original
+        """The model's score minus that of the other one."""
+        return self.score - self.reference
 
     @property
     def reach(self) -> float:
@@ -50,7 +55,7 @@ class TaskReading(NamedTuple):
     @property
     def sentence(self) -> str:
         """The reading in words; a difference within two standard errors is not measurable."""
-        scores = f"{self.task}: {self.healed:.3f} {self.metric}, the original {self.original:.3f}"
+        scores = f"{self.task}: {self.score:.3f} {self.metric}, {self.compared_with} {self.reference:.3f}"
         if math.isnan(self.error):
             verdict = f"difference {self.difference:+.3f}, no standard error is known"
         elif abs(self.difference) <= self.reach:
@@ -90,7 +95,7 @@ def check_tasks(settings: HealSettings) -> None:
 
 @dataclass
 class TaskComparison:
-    """Tasks of the original and of the model that is healed from it; empty where none are asked for."""
+    """Tasks of the original, the healed model and the control; empty where none are asked for."""
 
     tokenizer: Any
     """Of both models, or where it is saved."""
@@ -100,7 +105,7 @@ class TaskComparison:
     """Keeps the answers of an interrupted call."""
     watcher: Watcher
     scores: dict[str, Results] = field(default_factory=dict)
-    """Name of a model -> its evaluation, the original's first."""
+    """`original`, `control`, and `trained` or `refitted` -> its evaluation."""
 
     def read(self, name: str, model: Any, settings: HealSettings) -> None:
         """Score a model, in memory: removed branches add zeros there.
@@ -128,14 +133,15 @@ class TaskComparison:
             self.watcher.say(f"The scores of the {name} model in {self.folder} are of other tasks; they are read anew.")
             self.scores[name] = read(overwrite=True)
 
-    @property
-    def readings(self) -> list[TaskReading]:
-        """The main score of every task."""
-        return list(task_readings(*self.scores.values())) if self.scores else []
+    def of(self, name: str, reference: str = ORIGINAL) -> list[TaskReading]:
+        """The main score of every task for one model, compared with another one; empty if either was not read."""
+        if not {name, reference} <= {*self.scores}:
+            return []
+        return list(task_readings(self.scores[reference], self.scores[name], COMPARED_WITH[reference]))
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings of the evaluations; one that holds for both models stands once, another one names its model."""
+        """Warnings of the evaluations; one that holds for all models stands once, another one names its model."""
         of_model = {name: results.meta["warnings"] for name, results in self.scores.items()}
         shared = [text for text in next(iter(of_model.values()), []) if all(text in own for own in of_model.values())]
         own = [
@@ -147,22 +153,24 @@ class TaskComparison:
         return [f"Tasks: {text}" for text in shared] + own
 
 
-def task_readings(original: Results, healed: Results) -> Iterator[TaskReading]:
+def task_readings(
+    reference: Results, scored: Results, compared_with: str = COMPARED_WITH[ORIGINAL]
+) -> Iterator[TaskReading]:
     """The main score of every task that both evaluations have.
 
     Args:
-        original: results of `fulldepth.evaluate`.
-        healed: those of another model of the same depth, on the same examples.
+        reference: results of `fulldepth.evaluate`.
+        scored: those of another model of the same depth, on the same examples.
+        compared_with: name of the first model in sentences.
     """
-    errors = pd.Series(difference_errors(healed, original, "layer"), healed.table.index)
-    for task, entry in healed.meta["tasks"].items():
+    errors = pd.Series(difference_errors(scored, reference, "layer"), scored.table.index)
+    for task, entry in scored.meta["tasks"].items():
         metric = entry["metric"]
         values = []
-        for results in (original, healed):
+        for results in (reference, scored):
             rows = results.table
             rows = rows[(rows["measure"] == MEASURE) & (rows["site"] == task) & (rows["statistic"] == metric)]
             values.append(rows.loc[rows["layer"] == rows["layer"].max()].iloc[0])
         before, after = values
-        yield TaskReading(
-            task, metric, int(after["count"]), float(before["value"]), float(after["value"]), float(errors[after.name])
-        )
+        scores = (float(before["value"]), float(after["value"]))
+        yield TaskReading(task, metric, int(after["count"]), *scores, float(errors[after.name]), compared_with)
