@@ -16,6 +16,7 @@ from fulldepth.core.files import check_outside
 from fulldepth.core.progress import Watcher
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import silent
+from fulldepth.losses import has_next_token_loss, use_next_token_loss
 from fulldepth.results import Results, versions
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.layers import recorded
@@ -32,7 +33,7 @@ from fulldepth.training.folder import (
     step_of,
 )
 from fulldepth.training.labelled import image_data, padding_warning, text_data
-from fulldepth.training.model import build_model, start_exit_heads, tying_notes
+from fulldepth.training.model import build_model, built_once, start_exit_heads, tying_notes
 from fulldepth.training.plan import plan
 from fulldepth.training.text import conversation_data, packed_data, require_separate_documents
 from fulldepth.training.trainer import RunData, RunTrainer, resolved, smaller_batch, training_arguments
@@ -148,9 +149,18 @@ def train(
 
 
 def _check_rows(model: Any, data: RunData, settings: TrainSettings) -> list[str]:
-    """Refuse a model that cannot separate the documents of a row if it has to; return what is said of padded rows."""
+    """Refuse a model that cannot separate the documents of a row if it has to, and give a decoder the loss of the next
+    token if its class has another one; return what is said of the loss and of padded rows.
+    """
     if settings.task == "causal-lm" and not settings.data.across_documents:
         require_separate_documents(model)
+    length = min(16, settings.sequence_length)
+    if settings.task == "causal-lm" and not built_once(model, settings) and not has_next_token_loss(model, length):
+        use_next_token_loss(model)
+        return [
+            f"The loss of {type(model).__name__} in transformers is not that of the next token. The model is trained "
+            "with the cross-entropy of its logits instead."
+        ]
     return padding_warning(model, data.train, data.collator) if settings.task == "text-classification" else []
 
 
