@@ -47,7 +47,7 @@ def text_of(folder, new):
     "options", [(), ("--speculate-from", "2", "--set", "draft_length=3"), ("--speculate-from", "auto")]
 )
 def test_text_is_that_of_transformers(run, checkpoint, options):
-    result = run("generate", checkpoint, "--prompt", PROMPT, "--raw", "--max-new-tokens", "9", *options)
+    result = run("generate", checkpoint, "--prompt", PROMPT, "--no-chat", "--max-new-tokens", "9", *options)
     assert result.stdout.strip() == text_of(checkpoint, 9).strip()
     assert "9 tokens in" in result.stderr
 
@@ -69,7 +69,7 @@ def test_python_continues_texts_too(checkpoint):
 def test_results_hold_text_and_statistics(run, checkpoint, tmp_path):
     output = tmp_path / "out"
     result = run(
-        *("generate", checkpoint, "--prompt", PROMPT, "--raw", "--max-new-tokens", "9", "--speculate-from", "2"),
+        *("generate", checkpoint, "--prompt", PROMPT, "--no-chat", "--max-new-tokens", "9", "--speculate-from", "2"),
         *("--set", "draft_length=3", "--output", output, "--json"),
     )
     assert json.loads(result.stdout)["texts"] == [text_of(checkpoint, 9)]
@@ -91,7 +91,7 @@ def test_results_hold_text_and_statistics(run, checkpoint, tmp_path):
         (["--rule", "margin"], "--rule has no effect without --threshold."),
         (["--set", "draft_length=3"], "--set draft_length has no effect without --speculate-from."),
         (["--prompt", " "], "prompt is empty"),
-        (["--raw", "--prompt", word_tokenizer.words(*range(80))], "80 tokens"),
+        (["--no-chat", "--prompt", word_tokenizer.words(*range(80))], "80 tokens"),
     ],
 )
 def test_mistakes_end_with_two(run, checkpoint, options, name):

@@ -50,7 +50,7 @@ COMMANDS = {
     "measure": "measure MODEL --data text.jsonl --max-sequences 4 --sequence-length 16",
     "compare": "compare a b",
     "exit": "exit MODEL --data text.jsonl --max-sequences 4 --sequence-length 16 --repeats 0",
-    "generate": "generate MODEL --prompt w3 --raw --max-new-tokens 2",
+    "generate": "generate MODEL --prompt w3 --no-chat --max-new-tokens 2",
     "skip search": "skip search MODEL --data text.jsonl --blocks 1 --sequence-length 16 --no-fit",
     "skip curve": "skip curve MODEL --data text.jsonl --blocks 1 --sequence-length 16",
     "skip bench": "skip bench MODEL MODEL2 --batches 1 --set contexts=[8] --max-new-tokens 2 --repeats 1",

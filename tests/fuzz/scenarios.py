@@ -208,7 +208,7 @@ EXITS = {
     "exit": Scenario(f"exit model --data data/text.txt --output new {EXIT}", "model data/text.txt", 2, arguments=0.4),
     "exit export": Scenario("exit export model --layers 1 --output new", "model", writes="checkpoint"),
 }
-GENERATE = "generate model --prompt w1 --raw --max-new-tokens 4"
+GENERATE = "generate model --prompt w1 --no-chat --max-new-tokens 4"
 GENERATES = {
     "lens": Scenario("lens model w1 --output new", "model", arguments=0.5),
     "generate": Scenario(f"{GENERATE} --output new", "model", 2, arguments=0.5),

@@ -72,7 +72,7 @@ def generate_command(
         list[str],
         typer.Option(
             "--prompt",
-            help="Text to continue (--raw), or the message of a user if the tokenizer has a chat template; "
+            help="Text to continue (--no-chat), or the message of a user if the tokenizer has a chat template; "
             "may be given several times.",
             show_default=False,
         ),
@@ -80,7 +80,7 @@ def generate_command(
     chat: Annotated[
         bool | None,
         typer.Option(
-            "--chat/--raw",
+            "--chat/--no-chat",
             help="Put the prompt into the chat template, or continue it as it is. [default: chat template if the "
             "tokenizer has one]",
             rich_help_panel=TEXT,

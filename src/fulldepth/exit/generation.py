@@ -82,7 +82,7 @@ def generate_texts(
         needs = {"language", "tokenizer"}
         subject = held.enter_context(Subject.open(model, None, settings, needs=needs, tokenizer=tokenizer))
         if settings.chat is None and getattr(subject.tokenizer, "chat_template", None):
-            watcher.say("The prompt is put into the chat template; --raw continues it as it is.")
+            watcher.say("The prompt is put into the chat template; --no-chat continues it as it is.")
         watcher.begin("Generating", settings.max_new_tokens)
         generation = generate(
             subject.model,
@@ -174,7 +174,7 @@ def _encode(tokenizer: Any, prompts: Sequence[str], chat: bool | None, device: t
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if chat and not has_template:
-        raise FulldepthError("The tokenizer has no chat template; use --raw, or leave out --chat.")
+        raise FulldepthError("The tokenizer has no chat template; use --no-chat, or leave out --chat.")
     rows = []
     for number, prompt in enumerate(prompts, start=1):
         as_chat = has_template if chat is None else chat
