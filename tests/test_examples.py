@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import copy
+import json
 import runpy
+import sys
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fulldepth
+from data.conftest import jsonl
 from fulldepth.data import builtin_texts, train_tokenizer
+from fulldepth.evaluation import EvaluateSettings, load_tasks
 from fulldepth.execution.memory import parameter_bytes
 from json_files import read_json
 from places import ROOT
@@ -143,3 +147,34 @@ def test_every_example_is_run():
     here, elsewhere = {"any_module", "hand_written_loop", "int8", "trainer", "sft"}, {"authors", "shapes"}
     assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == {"tour"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == here | elsewhere
+
+
+def test_rows_of_tasks_are_what_the_harness_scores_and_none_that_is_read(tmp_path, monkeypatch):
+    """Prompt and answer are a request of lm-eval: of the right choice, or of the target."""
+    pytest.importorskip("lm_eval")
+    folder = tmp_path / "data" / "lm-eval"
+    folder.mkdir(parents=True)
+    quiz = [{"question": f"What is {n}?", "choices": ["sun", "sea", f"sky {n}"], "gold": n % 3} for n in range(30)]
+    ends = [{"context": f"The sky {n} is", "target": f"blue{n}"} for n in range(30)]
+    jsonl(folder / "arc_easy_test.jsonl", *quiz)
+    jsonl(folder / "lambada_test.jsonl", *ends)
+    tasks, data = ["arc_easy_local", "lambada_local"], [str(tmp_path / "data")]
+    options = ["--task-data", *data, "--skip", "20", "--choose", "3", "--heal", "5"]
+    monkeypatch.setattr(sys, "argv", ["task_rows.py", ",".join(tasks), str(tmp_path / "rows"), *options])
+    run("task_rows")
+    scored = set()
+    for unit in load_tasks(EvaluateSettings(tasks=tasks, task_data=data)).values():
+        for task in unit.tasks["tasks"].values():
+            for row in list(task.eval_docs)[20:]:
+                requests = task.construct_requests(row, task.doc_to_text(row), metadata=("", 0, 0))
+                right = requests[row["gold"]] if isinstance(requests, list) else requests
+                scored.add("".join(right.args))
+    choosing = [json.loads(line) for line in (tmp_path / "rows" / "choose.jsonl").read_text().splitlines()]
+    texts = [row["prompt"] + row["response"] for row in choosing]
+    texts += (tmp_path / "rows" / "heal.txt").read_text().split("\n\n")
+    assert len(choosing) == 6
+    assert len(texts) == len(set(texts)) == 16
+    assert {*texts} <= scored
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:2], str(tmp_path / "more"), *options[:-1], "9"])
+    with pytest.raises(SystemExit, match="arc_easy_local has 10 rows to learn from: lower"):
+        run("task_rows")
