@@ -38,17 +38,34 @@ Data = Annotated[
         "search for the same held-out tokens.",
     ),
 ]
+Searched = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        help="Rows with prompt + response or messages (.jsonl, .parquet; the loss is on responses), plain text, a Hub "
+        "data set, or corpus:builtin. skip search also takes own: text that the unmodified model writes first. Several "
+        "sources with commas, with shares of the rows: own=0.7,file.jsonl=0.3. A fifth of the rows scores blocks.",
+        rich_help_panel=DATA,
+        show_default=False,
+    ),
+]
 Heldout = Annotated[
-    str | None, typer.Option(help="Data that blocks are scored on. [default: a seeded fifth]", rich_help_panel=DATA)
+    str | None,
+    typer.Option(
+        help="Data of which all rows score blocks, in place of a fifth of --data, which may then be left out unless "
+        "scalars are trained on it.",
+        rich_help_panel=DATA,
+        show_default=False,
+    ),
 ]
 
 
 @command(skip, "search", SearchSettings, recipes="skip", headline=True)
 def search_command(
     model: Model,
-    data: Data,
     output: Output,
     settings: SearchSettings,
+    data: Searched = None,
     heldout: Heldout = None,
     generate_responses: Annotated[
         int | None,
@@ -167,9 +184,9 @@ def heal_command(
 @command(skip, "curve", CurveSettings, headline=True)
 def curve_command(
     model: Model,
-    data: Data,
     output: Output,
     settings: CurveSettings,
+    data: Searched = None,
     heldout: Heldout = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted curve.")] = False,
 ) -> None:

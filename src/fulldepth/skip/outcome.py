@@ -31,11 +31,15 @@ FIFTH = 5
 UNKNOWN = "A plan keeps no losses of single documents; fulldepth skip bench --heldout states the error."
 
 
-def search_results(
-    plan: Plan, problem: SearchProblem, folder: Path | None = None, data: Any = None, heldout: Any = None
-) -> Results:
-    """A plan as results; `problem` has the held-out data that it was scored with, `folder` is where the plan is, `data`
-    and `heldout` what the search was given, which the advice on the next command repeats where they are names.
+def search_results(plan: Plan, problem: SearchProblem, folder: Path | None = None, data: Any = None) -> Results:
+    """A plan as results.
+
+    Args:
+        plan: found by the search.
+        problem: has the held-out data that it was scored with.
+        folder: where the plan is.
+        data: what the search was given; the advice on the next command repeats it where it is a name. Data that were
+            only scored on are not repeated: healing is measured on rows that did not choose.
     """
     counts = plan.counts
     tokens = sum(example.predicted for example in problem.examples.heldout)
@@ -64,11 +68,12 @@ def search_results(
         "headline": search_headline(plan, depth),
     }
     if folder is not None:
-        given = data if isinstance(data, str | Path) else plan.data.get("name") or "text.jsonl"
-        apart = ["--heldout", str(heldout)] if isinstance(heldout, str | Path) else []
+        given = "text.jsonl" if data is None else plan.data.get("name") or "text.jsonl"
+        if isinstance(data, str | Path):
+            given = str(data)
         why = "heal what is left, and write"
         verb = "heal"
-        options = ["--data", str(given), *apart, "--output", "healed/"]
+        options = ["--data", given, "--output", "healed/"]
         only_layers = obstacle_to_removing(problem.scorer.anatomy) is not None
         if only_layers or problem.scorer.costs.zeroes:
             why = "write"

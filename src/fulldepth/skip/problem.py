@@ -63,6 +63,12 @@ class SearchProblem:
             FulldepthError: as `search`.
         """
         check_search_target(settings, subject.anatomy.num_layers)
+        if data is None and heldout is None:
+            raise FulldepthError("Blocks are chosen on data: a seeded fifth of --data, or all rows of --heldout.")
+        if data is None and settings.fit:
+            raise FulldepthError(
+                "Scalars are trained on --data, which is missing. Give it, or leave them out: --no-fit."
+            )
         examples = read_data(subject, data, settings, heldout=heldout)
         chunks = split(examples, settings)
         verified = subject.prove({name: rows[:2] for name, rows in chunks[0][0].inputs.items()})

@@ -77,7 +77,8 @@ def search(
         settings: fields of `SearchSettings` as keywords, or an instance.
         watcher: receives progress and messages.
         tokenizer: required for a loaded model, unless data are `Examples`; None = the one saved with the checkpoint.
-        heldout: data to score with, of the same kinds; None = a random fifth of `data`.
+        heldout: data of which all rows score, of the same kinds; None = a random fifth of `data`. Without scalars
+            (`fit=False`) nothing else is read of `data`, which may then be None.
         output: folder for `plan.json`, the results of `outcome`, `responses.jsonl` or `own.jsonl`, and `progress.json`
             while the search runs.
         responses: number of prompts that the unmodified model responds to first; None = the data hold responses.
@@ -121,7 +122,7 @@ def search(
                 plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
                 complete = folder is not None and all((folder / name).exists() for name in (DOCUMENT, PAGE))
                 if folder is not None and process.is_main and not complete:
-                    search_results(plan, problem, folder, data, heldout).save(folder, watcher=watcher)
+                    search_results(plan, problem, folder, data).save(folder, watcher=watcher)
         process.wait()
     return plan
 
