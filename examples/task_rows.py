@@ -1,7 +1,7 @@
 """Writes rows of tasks as text: some to choose what is removed from a model, others to heal it on.
 
     python examples/task_rows.py lambada_local,arc_easy_local,piqa_local rows/ --task-data data/ --skip 500
-    fulldepth skip search MODEL --data rows/choose.jsonl --no-chat --target-speedup 1.1 --no-fit --output plan/
+    fulldepth skip search MODEL --heldout rows/choose.jsonl --no-chat --no-fit --target-speedup 1.1 --output plan/
     fulldepth skip heal plan/ MODEL --data rows/heal.txt --output healed/
 
 Tasks are those of lm-eval, or the local ones of `fulldepth evaluate`; prompts and right answers are what lm-eval

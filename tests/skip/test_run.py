@@ -15,6 +15,7 @@ from fulldepth.hf.model_hash import model_hash
 from fulldepth.results import Results
 from fulldepth.settings.loading import LoadingSettings
 from fulldepth.settings.search import SearchSettings
+from fulldepth.skip.heal import heal
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.responses import Sampling, respond
 from fulldepth.skip.search import search
@@ -66,6 +67,29 @@ def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_mi
     after = Results.load(out)
     assert_frame_equal(results.table, after.table)
     assert results.meta | {"created": ""} == after.meta | {"created": ""}
+
+
+def test_held_out_data_alone_choose_on_all_of_their_rows(checkpoint, tmp_path):
+    chosen = str(tmp_path / "pairs.jsonl")
+    with refused("Blocks are chosen on data: a seeded fifth of --data, or all rows of --heldout"):
+        search(checkpoint, None, settings=SETTINGS)
+    with refused("Scalars are trained on --data. Give it, or leave them out: --no-fit"):
+        search(checkpoint, None, heldout=chosen, settings=SETTINGS)
+    plan = search(checkpoint, None, 2, heldout=chosen, fit=False, output=tmp_path / "out")
+    rows = read_examples(None, tokenizer(), 64, heldout=chosen).heldout
+    assert len(rows) == len(PAIRS)
+    assert plan.losses[0] == pytest.approx(plain.loss(build("llama"), rows, (), "attention"), rel=1e-5)
+
+
+def test_the_advice_after_held_out_data_of_ones_own_heals_on_rows_that_did_not_choose(checkpoint, tmp_path):
+    chosen = jsonl(tmp_path / "chosen.jsonl", *[{**pair, "response": pair["response"] + " w3"} for pair in PAIRS])
+    data, out = str(tmp_path / "pairs.jsonl"), tmp_path / "out"
+    search(checkpoint, data, 1, heldout=str(chosen), fit=False, output=out)
+    advised = Results.load(out).meta["next"]["command"].split()
+    assert advised == ["fulldepth", "skip", "heal", str(out), checkpoint, "--data", data, "--output", "healed/"]
+    heal(out, checkpoint, data, tmp_path / "healed", steps=0, progress=False)
+    with refused("20 of 20 held-out rows also chose the blocks"):
+        heal(out, checkpoint, data, tmp_path / "other", steps=0, heldout=str(chosen), progress=False)
 
 
 def test_other_files_are_not_written_over(checkpoint, tmp_path):

@@ -68,9 +68,8 @@ def search_results(plan: Plan, problem: SearchProblem, folder: Path | None = Non
         "headline": search_headline(plan, depth),
     }
     if folder is not None:
-        given = "text.jsonl" if data is None else plan.data.get("name") or "text.jsonl"
-        if isinstance(data, str | Path):
-            given = str(data)
+        known = data if data is None or isinstance(data, str | Path) else plan.data.get("name")
+        given = str(known or "text.jsonl")
         why = "heal what is left, and write"
         verb = "heal"
         options = ["--data", given, "--output", "healed/"]

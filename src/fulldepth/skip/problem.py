@@ -66,9 +66,7 @@ class SearchProblem:
         if data is None and heldout is None:
             raise FulldepthError("Blocks are chosen on data: a seeded fifth of --data, or all rows of --heldout.")
         if data is None and settings.fit:
-            raise FulldepthError(
-                "Scalars are trained on --data, which is missing. Give it, or leave them out: --no-fit."
-            )
+            raise FulldepthError("Scalars are trained on --data. Give it, or leave them out: --no-fit.")
         examples = read_data(subject, data, settings, heldout=heldout)
         chunks = split(examples, settings)
         verified = subject.prove({name: rows[:2] for name, rows in chunks[0][0].inputs.items()})
