@@ -18,6 +18,8 @@ def main(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["fulldepth", *map(str, arguments)])
         monkeypatch.setitem(cli.DEBUG, "on", False)
         monkeypatch.setenv("COLUMNS", "600")
+        monkeypatch.delenv("FORCE_COLOR", raising=False)
+        monkeypatch.setattr("typer.rich_utils.FORCE_TERMINAL", None)  # read from the environment when it is imported
         code = 0
         try:
             cli.main()
