@@ -22,9 +22,10 @@ MOST = 128
 class Fake:
     """A classifier out of one matrix that remembers the largest batch it was given."""
 
-    def __init__(self, weight, dtype=torch.float32):
+    def __init__(self, weight, dtype=torch.float32, softcap=None):
         self.anatomy = SimpleNamespace(vocab_size=len(weight))
         self.weight, self.per_token, self.largest, self.dtype = weight, True, 0, dtype
+        self.softcap = softcap
 
     device = None
 
@@ -42,7 +43,8 @@ class Fake:
     def tokens(self, states):
         self.largest = max(self.largest, len(states))
         assert states.ndim == 2
-        return (states.to(self.weight.dtype) @ self.weight.T).to(self.dtype)
+        logits = (states.to(self.weight.dtype) @ self.weight.T).to(self.dtype)
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 def oracle(logits, targets):
@@ -103,6 +105,17 @@ def test_ties_of_half_precision_are_broken_as_the_model_breaks_them(dtype, gener
     where = targets != -100
     logits = torch.stack([classifier.tokens(layer[where]) for layer in states])
     assert (logits == logits.amax(-1, keepdim=True)).sum(-1).gt(1).float().mean() > 0.1
+    readout = read_layers(classifier, states, targets, torch.ones_like(targets))
+    same(readout, oracle(logits.double(), targets[where].numpy()), rtol=1e-3, atol=1e-3)
+
+
+def test_of_logits_at_a_soft_cap_the_first_is_predicted(generator):
+    """In float32 tanh is exactly 1 above 9: large logits are equal, and argmax takes the first, as in the model."""
+    states, weight, targets = invented(4, 3, 120, generator, vocabulary=200)
+    classifier = Fake(100 * weight, softcap=5.0)
+    where = targets != -100
+    logits = torch.stack([classifier.tokens(layer[where]) for layer in states])
+    assert (logits == logits.amax(-1, keepdim=True)).sum(-1).gt(1).float().mean() > 0.9
     readout = read_layers(classifier, states, targets, torch.ones_like(targets))
     same(readout, oracle(logits.double(), targets[where].numpy()), rtol=1e-3, atol=1e-3)
 

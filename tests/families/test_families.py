@@ -270,3 +270,15 @@ def test_a_type_without_fused_attention_is_trained(model_type, tmp_path):
     }
     results = fulldepth.train(settings, tmp_path / "run", progress=False)
     assert "lens_accuracy" in set(results.table.measure)
+
+
+def test_positions_that_a_quantised_table_leaves_unused_are_not_offered(tmp_path):
+    """I-BERT's positions begin behind the padding token, as RoBERTa's do, in a table of a class of its own."""
+    model = zoo.build("ibert", "masked-lm")
+    rows = len(model.ibert.embeddings.position_embeddings.weight)
+    usable = find_anatomy(model).max_positions
+    assert usable == rows - 1 - model.config.pad_token_id
+    with torch.no_grad():
+        model(input_ids=torch.full((1, usable), 7))
+        with pytest.raises(IndexError):
+            model(input_ids=torch.full((1, usable + 1), 7))

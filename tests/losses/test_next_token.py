@@ -15,7 +15,8 @@ from families import zoo
 from fulldepth.core.targets import IGNORE
 from fulldepth.data.packing import write_tokens
 from fulldepth.hf import open_model
-from fulldepth.losses import has_next_token_loss, use_next_token_loss
+from fulldepth.losses import has_next_token_loss, sees_later_tokens, use_next_token_loss
+from refusals import refused
 
 OTHERS = ["bart", "trocr", "git"]
 LENGTH = 12
@@ -38,7 +39,16 @@ def test_a_loss_of_the_next_token_is_kept(name):
     model.config.output_router_logits = name == "mixtral"  # adds a balancing loss
     model.train()
     assert has_next_token_loss(model)
+    assert not sees_later_tokens(model)
     assert model.training
+
+
+@pytest.mark.parametrize("name", ["xlnet", "roberta"])
+def test_a_model_that_reads_the_next_token_is_found(name):
+    model = zoo.build(name, "causal-lm")
+    assert sees_later_tokens(model)
+    if name == "roberta":
+        assert not sees_later_tokens(zoo.build(name, "causal-lm", is_decoder=True))
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -59,6 +69,69 @@ def test_another_loss_is_replaced(name):
     assert model(input_ids=ids).get("loss") is None
 
 
+ROWS = [(np.arange(LENGTH) + first) % 20 + 5 for first in range(20)]
+
+
+def train_on_cycles(folder, **changed):
+    """Train `start` of a folder with its `tokenizer` on rows of a cycle of tokens."""
+    for part in ("train", "held"):
+        write_tokens(ROWS, folder / part)
+    parts = {"tokens": str(folder / "train"), "validation": str(folder / "held")}
+    recipe = {
+        "model": {"checkpoint": str(folder / "start")},
+        "tokenizer": str(folder / "tokenizer"),
+        "data": {**parts, "end_of_text": False, "validation_sequences": 20, **changed.pop("data", {})},
+        "steps": 1,
+        "eval_every": 60,
+        "global_batch_size": 10,
+        "sequence_length": LENGTH,
+        "learning_rate": 1e-2,
+    }
+    return fulldepth.train({**recipe, **changed}, folder / "run", progress=False)
+
+
+def saved(folder, **models):
+    """Save models, and a tokenizer whose tokens they have."""
+    small_world.tokenizer().save_pretrained(folder / "tokenizer")
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        if name == "teacher":
+            small_world.tokenizer().save_pretrained(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("start", "teacher", "changed", "named"),
+    [
+        ("xlnet", None, {}, "XLNetLMHeadModel reads the tokens that it should predict"),
+        ("llama", ("gpt2", {"n_positions": 8}), {}, "Rows of 12 tokens do not fit the teacher's 8 positions"),
+        ("llama", ("bloom", {}), {"data": {"across_documents": False}}, "Bloom.* takes no position_ids"),
+        ("opt", None, {"objective": {"similarity": 0.1}, "model": {"layerdrop": 0.5}}, "layers out at random"),
+    ],
+)
+def test_what_would_teach_something_else_is_refused_before_the_first_step(start, teacher, changed, named, tmp_path):
+    size = len(small_world.tokenizer())
+    saved(tmp_path, start=zoo.build(start, "causal-lm", vocab_size=size))
+    if teacher is not None:
+        saved(tmp_path, teacher=zoo.build(teacher[0], "causal-lm", vocab_size=size, **teacher[1]))
+        changed = {**changed, "objective": {"distillation": {"teacher": str(tmp_path / "teacher")}}}
+    if "model" in changed:
+        changed = {**changed, "model": {"checkpoint": str(tmp_path / "start"), **changed["model"]}}
+    with refused(named):
+        train_on_cycles(tmp_path, **changed)
+
+
+def test_the_language_model_of_a_model_of_pictures_and_text_is_trained(tmp_path):
+    """Its configuration has the vocabulary in a part."""
+    model = zoo.build("gemma3", "causal-lm")
+    model.resize_token_embeddings(len(small_world.tokenizer()))
+    saved(tmp_path, start=model)
+    run = train_on_cycles(tmp_path)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.tensor(np.stack(ROWS))).logits
+    expected = float(cross_entropy(logits, torch.tensor(np.stack(ROWS))))
+    assert run.values("validation_loss", "mean")[0] == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_decoder_of_bart_is_trained_to_predict_the_next_token(tmp_path):
     """Its own loss falls by copying; rows of a cycle of tokens tell the two apart: the next one is certain."""
     tokenizer = small_world.tokenizer()
@@ -68,30 +141,9 @@ def test_a_decoder_of_bart_is_trained_to_predict_the_next_token(tmp_path):
     config = tf.BartConfig(vocab_size=len(tokenizer), is_decoder=True, **sizes, **positions)
     torch.manual_seed(0)
     tf.BartForCausalLM(config).save_pretrained(tmp_path / "start")
-    rows = [(np.arange(LENGTH) + first) % 20 + 5 for first in range(20)]
-    for part in ("train", "held"):
-        write_tokens(rows, tmp_path / part)
-    run = fulldepth.train(
-        {
-            "model": {"checkpoint": str(tmp_path / "start")},
-            "data": {
-                "tokens": str(tmp_path / "train"),
-                "validation": str(tmp_path / "held"),
-                "end_of_text": False,
-                "validation_sequences": 20,
-            },
-        },
-        tmp_path / "run",
-        tokenizer=str(tmp_path / "tokenizer"),
-        steps=60,
-        eval_every=60,
-        global_batch_size=10,
-        sequence_length=LENGTH,
-        learning_rate=1e-2,
-        progress=False,
-    )
+    run = train_on_cycles(tmp_path, steps=60)
     assert any("is not that of the next token" in warning for warning in run.meta["warnings"])
-    ids = torch.tensor(np.stack(rows))
+    ids = torch.tensor(np.stack(ROWS))
     for folder, step in (("start", 0), ("run", 60)):
         with torch.no_grad():
             logits = open_model(tmp_path / folder, device="cpu").model.eval()(input_ids=ids, use_cache=False).logits

@@ -6,7 +6,6 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -79,6 +78,8 @@ class Preparation:
     """Padding token of the model, by which some classifiers find the last token; None = the tokenizer's."""
     start: int | None = None
     """First token of an encoder-decoder's decoder."""
+    rotates: bool = False
+    """Whether the decoder begins with the last token of the target instead (mBART: that of the language)."""
     words: Sequence[str] = ()
     """To locate (`Batch.words`)."""
     truncate: bool = False
@@ -130,8 +131,9 @@ def prepare(source: Source, **options: Any) -> Sequences:
     If the tokenizer has no mask token there is neither, and `Sequences.no_targets` states the reason.
     Plain text fills whole windows for language models; elsewhere one text, one response with all that precedes it, or
     one image is one sequence. A representation cuts a long plain text into several. For `seq2seq-lm` the decoder reads
-    the target shifted right by one, behind the start token, and predicts every token of the target, the tokenizer's own
-    end included. Samples are uniform, over all text or over the records, and depend on content and seed, not on order.
+    the target (encoded as `text_target`) shifted right by one, behind the start token or the target's own last one, and
+    predicts every token of the target, the tokenizer's own end included. Samples are uniform, over all text or over the
+    records, and depend on content and seed, not on order.
 
     Args:
         source: from `open_source`; labels are taken as they are (`number_labels` gives them a model's numbers).
@@ -381,7 +383,7 @@ def _conversations(given: Sequence[ConversationRecord], plan: Preparation, warni
 
 def _translation(given: Sequence[ConversationRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """Sequences for both stacks of an encoder-decoder."""
-    if plan.start is None:
+    if plan.start is None and not plan.rotates:
         raise FulldepthError("An encoder-decoder needs decoder_start_token_id in its configuration.")
     if messages := next((record for record in given if record.messages is not None), None):
         raise FulldepthError(
@@ -390,15 +392,20 @@ def _translation(given: Sequence[ConversationRecord], plan: Preparation, warning
     tokenizer = plan.tokenizer
     length = plan.sequence_length
     pairs = [(record.prompt or "", record.response or "") for record in given]
-    frame = Frame.of(tokenizer, chain.from_iterable(pairs))
-    room = length - room_taken(frame, length)
-    start = torch.tensor([plan.start])
-    examples = []
+    targets = getattr(tokenizer, "tgt_lang", "") is not None
+    if not targets:
+        warnings.append("The tokenizer has no target language (tgt_lang): responses are read as texts of the source's.")
+    sides = []
     cut = 0
-    for record, pair in zip(given, pairs, strict=True):
-        ids = [plain_ids(tokenizer, text) for text in pair]
+    for texts, target in zip(zip(*pairs, strict=True), (False, targets), strict=True):
+        frame = Frame.of(tokenizer, texts, target=target)
+        room = length - room_taken(frame, length)
+        ids = [plain_ids(tokenizer, text, target=target) for text in texts]
         cut += sum(len(part) > room for part in ids)
-        read, target = (torch.tensor(frame.wrap(part[:room]), dtype=torch.int64) for part in ids)
+        sides.append([torch.tensor(frame.wrap(part[:room]), dtype=torch.int64) for part in ids])
+    examples = []
+    for record, read, target in zip(given, *sides, strict=True):
+        start = target[-1:] if plan.rotates else torch.tensor([plan.start])
         shifted = torch.cat([start, target[:-1]])
         examples.append(Example(shifted, target, int(record.identity or 0), encoder_ids=read))
     if cut:

@@ -15,13 +15,17 @@ MARGIN = 16
 """Tokens discarded before a cut through a text, where they may differ from those of the whole text."""
 
 
-def encode_texts(tokenizer: Any, *texts: str | list[str], **options: Any) -> Mapping[str, Any]:
+def encode_texts(tokenizer: Any, *texts: str | list[str], target: bool = False, **options: Any) -> Mapping[str, Any]:
     """The tokenizer's result for a text, a pair of texts or a list of texts; `options` are the tokenizer's.
+
+    `target` reads what an encoder-decoder is to write (`text_target`), perhaps in another language, in place of what it
+    is given.
 
     If the (untrusted) tokenizer fails, or returns anything but token ids, a `FulldepthError` names it.
     """
     with reading(f"text with {_name(tokenizer)}"):
-        encoded: Mapping[str, Any] = tokenizer(*texts, verbose=False, **options)
+        given = {"text_target": texts[0]} if target else {}
+        encoded: Mapping[str, Any] = tokenizer(*() if target else texts, verbose=False, **given, **options)
         rows = encoded["input_ids"] if isinstance(texts[0], list) else [encoded["input_ids"]]
         for ids in rows:
             numbers = np.asarray(ids)
@@ -48,9 +52,9 @@ def _name(tokenizer: Any) -> str:
     return f"the tokenizer {one_line(getattr(tokenizer, 'name_or_path', None) or type(tokenizer).__name__, 200)}"
 
 
-def plain_ids(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of `text` without special tokens around it."""
-    return list(encode_texts(tokenizer, text, add_special_tokens=False)["input_ids"])
+def plain_ids(tokenizer: Any, text: str, *, target: bool = False) -> list[int]:
+    """Token ids of `text` without special tokens around it; `target` as for `encode_texts`."""
+    return list(encode_texts(tokenizer, text, target=target, add_special_tokens=False)["input_ids"])
 
 
 def leading_ids(tokenizer: Any, text: str, needed: int) -> list[int]:
@@ -109,12 +113,14 @@ class Frame:
         return [*self.prefix * starts, *ids, *self.suffix * ends] if ids else []
 
     @classmethod
-    def of(cls, tokenizer: Any, texts: Iterable[str]) -> Frame:
-        """The frame, found by comparing the first non-empty text with and without special tokens."""
+    def of(cls, tokenizer: Any, texts: Iterable[str], *, target: bool = False) -> Frame:
+        """The frame, found by comparing the first non-empty text with and without special tokens; `target` as for
+        `encode_texts`.
+        """
         for text in texts:
             sample = text[:200]
-            plain = plain_ids(tokenizer, sample)
-            full = list(encode_texts(tokenizer, sample)["input_ids"])
+            plain = plain_ids(tokenizer, sample, target=target)
+            full = list(encode_texts(tokenizer, sample, target=target)["input_ids"])
             for start in range(len(full) - len(plain) + 1):
                 if plain and full[start : start + len(plain)] == plain:
                     return cls(tuple(full[:start]), tuple(full[start + len(plain) :]))

@@ -100,7 +100,9 @@ def read_layers(
         softmax = None
         selected = states[layer].to(device)[where]
         for rows, start, logits in tiles(classifier.at(layer), selected, mask, by_class=True):
-            softmax = softmax or _Softmax(index, logits.dtype, find=last or classes is not None)
+            if softmax is None:
+                ties = logits.dtype not in FULL_PRECISION or classifier.softcap is not None
+                softmax = _Softmax(index, logits.dtype, find=last or classes is not None, ties=ties)
             softmax.add(rows, start, logits)
         assert softmax is not None
         hits[layer] = softmax.hits
@@ -144,13 +146,15 @@ class _Softmax:
     Args:
         index: `[N, 2]` classes whose logits are kept: the target, and the last layer's top class.
         dtype: precision of the logits.
-        find: whether the top class itself is found, which is slower; always in half precision.
+        find: whether the top class itself is found, which is slower.
+        ties: whether several classes may have the largest logit: in half precision, and at a soft cap, which large
+            logits reach exactly. The top class is found then.
     """
 
-    def __init__(self, index: Tensor, dtype: torch.dtype, *, find: bool) -> None:
+    def __init__(self, index: Tensor, dtype: torch.dtype, *, find: bool, ties: bool) -> None:
         self.index = index
-        self.exact = dtype in FULL_PRECISION
-        self.find = find or not self.exact
+        self.ties = ties
+        self.find = find or ties
         precision = torch.float64 if dtype == torch.float64 else torch.float32
         self.best = torch.zeros_like(index[:, 0])
         self.picked = torch.zeros(index.shape, dtype=precision, device=index.device)
@@ -187,11 +191,10 @@ class _Softmax:
     def hits(self) -> Tensor:
         """[N, 2] bool: whether the top class is each of `index`.
 
-        In full precision a class counts as the top one if its logit equals the maximum, which avoids an argmax. Ties
-        only matter if all logits are zero (a head or a state of zeros); then the first class wins, as in the model. In
-        half precision ties are frequent, so the top class itself is compared.
+        Without ties a class counts as the top one if its logit equals the maximum, which avoids an argmax. They only
+        matter there if all logits are zero (a head or a state of zeros); then the first class wins, as in the model.
         """
-        if not self.exact:
+        if self.ties:
             return self.best[:, None] == self.index
         zeros = (self.total == self.classes) & (self.top == 0) & (self.shift == 0)
         return torch.where(zeros[:, None], self.index == 0, self.picked == self.top[:, None])

@@ -507,8 +507,10 @@ def unused_positions(model: nn.Module) -> int:
     after the index of the padding token; 0 in other models.
     """
     for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and type(module) is nn.Embedding and module.padding_idx is not None:
-            return module.padding_idx + 1
+        padding = getattr(module, "padding_idx", None)
+        counts_itself = isinstance(module, nn.Embedding) and type(module) is not nn.Embedding  # a class's own positions
+        if name.endswith("position_embeddings") and isinstance(padding, int) and not counts_itself:
+            return padding + 1
     return 0
 
 

@@ -48,6 +48,11 @@ class Distillation(Term):
     """Divisor of both models' logits."""
     _teacher: Classifier | None = None
 
+    @property
+    def teacher_anatomy(self) -> Anatomy | None:
+        """Of the teacher; None before it is loaded."""
+        return None if self._teacher is None else self._teacher.anatomy
+
     def check(self, anatomy: Anatomy) -> None:
         """Load the teacher, and check that it predicts the model's tokens."""
         if anatomy.task not in ("causal-lm", "masked-lm"):
@@ -70,6 +75,12 @@ class Distillation(Term):
                 )
             raise FulldepthError(message)
 
+    def check_length(self, length: int) -> None:
+        """Refuse rows of `length` tokens that the teacher cannot read."""
+        limit = None if self.teacher_anatomy is None else self.teacher_anatomy.max_positions
+        if limit is not None and length > limit:
+            raise FulldepthError(f"Rows of {length:,} tokens do not fit the teacher's {limit:,} positions.")
+
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Mix the divergence into the loss, which is the cross-entropy or the weighted losses of all layers."""
         value = self.value(context)
@@ -84,13 +95,14 @@ class Distillation(Term):
         """Mean divergence over the labelled positions.
 
         Raises:
-            FulldepthError: if the batch has no labels.
+            FulldepthError: if the batch has no labels, or rows that are longer than the teacher's positions.
         """
         labels = context.task.labels(context.batch)
         logits = context.logits
         teacher = self._teacher
         if labels is None or logits is None or teacher is None:
             raise FulldepthError("distillation needs `labels` in the batch, and a model that returns logits.")
+        self.check_length(labels.shape[1])
         model = teacher.anatomy.model.to(logits.device)  # type: ignore[arg-type]
         inputs = {name: entry for name, entry in context.batch.items() if not name.endswith("labels")}
         with torch.no_grad(), evaluating(model), capture(teacher.anatomy, ["residual"]) as activations:

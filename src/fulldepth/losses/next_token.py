@@ -20,6 +20,47 @@ NEAR = 0.25
 """Largest distance of a model's loss from that of the next token, in distances of the two readings of a label."""
 
 
+CAUSAL = 1e-4
+"""Largest relative change of a logit by later tokens that is rounding; of bfloat16 and float16 0.05."""
+
+
+def _row(model: Any, length: int) -> dict[str, Any]:
+    """The first `length` tokens of the vocabulary as a batch of one row; a cache, which only takes memory, is off."""
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", length)
+    inputs: dict[str, Any] = {"input_ids": torch.arange(length, device=model.device).remainder(vocabulary)[None]}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        inputs["use_cache"] = False
+    return inputs
+
+
+@torch.no_grad()
+def sees_later_tokens(model: PreTrainedModel, length: int = 16) -> bool:
+    """Return True if the logits of the first half of a row depend on the tokens after it.
+
+    Such a model (an encoder, XLNet) reads the next token that it is trained to predict.
+
+    Args:
+        model: with its weights; it is left in its mode.
+        length: tokens of the row, at least 2.
+
+    Returns:
+        True or False; also False for a model that does not read such a row.
+    """
+    plain: Any = unwrapped(model)
+    inputs = _row(plain, length)
+    half = length // 2
+    other = inputs["input_ids"].clone()
+    other[:, half:] = other[:, :1]
+    with evaluating(plain):
+        try:
+            before = run(plain, inputs).logits[:, :half]
+            after = run(plain, {**inputs, "input_ids": other}).logits[:, :half]
+        except FulldepthError:  # its training fails with the reason
+            return False
+    rounding = CAUSAL if before.dtype in (torch.float32, torch.float64) else 0.05
+    return bool((after - before).abs().max() > rounding * before.abs().max())
+
+
 @torch.no_grad()
 def has_next_token_loss(model: PreTrainedModel, length: int = 16) -> bool:
     """Return True if the class's own loss, of `labels` that are the token ids, is that of the next token.
@@ -36,11 +77,8 @@ def has_next_token_loss(model: PreTrainedModel, length: int = 16) -> bool:
         True or False; also True for a model that does not read such a row.
     """
     plain: Any = unwrapped(model)
-    vocabulary = getattr(plain.config.get_text_config(), "vocab_size", length)
-    ids = torch.arange(length, device=plain.device).remainder(vocabulary)[None]
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if "use_cache" in inspect.signature(plain.forward).parameters:
-        inputs["use_cache"] = False
+    inputs = _row(plain, length)
+    ids = inputs["input_ids"]
     with evaluating(plain):
         try:
             log_probabilities = run(plain, inputs).logits[0].double().log_softmax(-1)

@@ -169,6 +169,11 @@ class Objective:
         if self.attached:
             raise FulldepthError("This objective is attached already; call detach() first.")
         self.anatomy = find_anatomy(model, tower)  # type: ignore[arg-type]
+        if self.terms and any(getattr(module, "layerdrop", 0) for module in self.anatomy.body.modules()):
+            raise FulldepthError(
+                "The model leaves layers out at random in training (layerdrop), and the objective reads all of them. "
+                "Set its layerdrop to 0."
+            )
         self.task = Task.of(self.anatomy.model, tower)
         for term in self.terms.values():
             term.check(self.anatomy)

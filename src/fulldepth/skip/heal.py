@@ -172,7 +172,8 @@ def _read_tasks(tasks: TaskComparison, healing: Healing, work: Path) -> None:
     """Read the tasks of the control, if there is one, and of the healed model."""
     settings = healing.settings
     if settings.steps and settings.control:
-        control = open_model(work / CONTROL, device=healing.original.device).model
+        original = healing.original
+        control = open_model(work / CONTROL, device=original.device, dtype=original.dtype).model
         tasks.read(CONTROL, control, settings)
     tasks.read(last_label(healing), healing.model, settings)
 

@@ -273,8 +273,9 @@ def format_for(plan: Plan, model: PreTrainedModel) -> str:
 
 def with_model(healing: Healing, label: str, model: PreTrainedModel | Path, watcher: Watcher) -> Healing:
     """The healing with the losses of a further model or checkpoint on the held-out rows."""
-    opened = open_model(model, device=healing.original.device).model.eval()
-    models = {"original": healing.original, label: opened}
+    original = healing.original
+    opened = open_model(model, device=original.device, dtype=original.dtype).model.eval()
+    models = {"original": original, label: opened}
     losses = heldout_losses(models, healing.examples.heldout, healing.settings.batch_size, watcher, READINGS)
     readings = {
         kind: replace(before, sums={**before.sums, **losses[kind].sums}) for kind, before in healing.readings.items()

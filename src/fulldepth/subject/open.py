@@ -393,6 +393,7 @@ def _sequences_for(
         length = settings.sequence_length or longest
         truncate |= settings.sequence_length is not None and length <= longest  # the length that was asked for
     pad = getattr(text_config(config), "pad_token_id", None)
+    start, rotates = _decoder_start(checkpoint.model)
     processor = None
     if source.kind in IMAGES:
         trusted = settings.trust_remote_code
@@ -411,7 +412,8 @@ def _sequences_for(
         max_positions=positions if anatomy.family.modality == "text" else None,
         vocab_size=anatomy.vocab_size,
         pad_id=pad if task == "text-classification" and isinstance(pad, int) else None,
-        start=next((token for name in STARTS if (token := getattr(config, name, None)) is not None), None),
+        start=start,
+        rotates=rotates,
         words=tuple(words),
         truncate=truncate,
         max_sequences=settings.max_sequences,
@@ -423,6 +425,28 @@ def _sequences_for(
         chat=settings.chat,
         skip_bad=settings.skip_bad,
     )
+
+
+def _decoder_start(model: Any) -> tuple[int | None, bool]:
+    """The token with which an encoder-decoder's decoder begins, and whether that is the target's last one instead.
+
+    It is what the class itself makes of labels for its loss; without such a method, or a configuration that it needs,
+    the first of `STARTS` that is set.
+    """
+    config = model.config
+    start = next((token for name in STARTS if (token := getattr(config, name, None)) is not None), None)
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shift is None:
+        return start, False
+    special = {getattr(config, name, None) for name in (*STARTS, "eos_token_id")}
+    labels = [token for token in range(2 * len(special) + 3) if token not in special][:3]
+    try:
+        fed = shift(labels=torch.tensor([labels]))[0].tolist()
+    except (AttributeError, TypeError, ValueError):  # the configuration lacks what the class needs
+        return start, False
+    if fed[1:] != labels[:-1]:
+        raise FulldepthError(f"{type(model).__name__} does not shift targets by one token to predict the next.")
+    return fed[0], fed[0] == labels[-1]
 
 
 def _source(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: ReadingSettings) -> Source:

@@ -11,12 +11,12 @@ from typing import Any
 
 from fulldepth.core import launch
 from fulldepth.core.distributed import current
-from fulldepth.core.errors import StoppedError
+from fulldepth.core.errors import FulldepthError, StoppedError
 from fulldepth.core.files import check_outside
 from fulldepth.core.progress import Watcher
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import silent
-from fulldepth.losses import has_next_token_loss, use_next_token_loss
+from fulldepth.losses import has_next_token_loss, sees_later_tokens, use_next_token_loss
 from fulldepth.results import Results, versions
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.layers import recorded
@@ -94,6 +94,7 @@ def train(
             num_layers = find_anatomy(model).num_layers  # refuses models whose layers are not known
             warnings += _check_rows(model, data, settings)
             trainer = RunTrainer(model, arguments, data, settings)
+            _check_teacher(trainer, settings)
             if settings.model.checkpoint is not None and not settings.freezes_features:
                 warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint)
             for line in warnings:
@@ -149,19 +150,34 @@ def train(
 
 
 def _check_rows(model: Any, data: RunData, settings: TrainSettings) -> list[str]:
-    """Refuse a model that cannot separate the documents of a row if it has to, and give a decoder the loss of the next
-    token if its class has another one; return what is said of the loss and of padded rows.
+    """Refuse a language model that reads the tokens that it should predict, or cannot separate the documents of a row
+    if it has to, and give a decoder the loss of the next token if its class has another one; return what is said of the
+    loss and of padded rows.
     """
     if settings.task == "causal-lm" and not settings.data.across_documents:
         require_separate_documents(model)
     length = min(16, settings.sequence_length)
-    if settings.task == "causal-lm" and not built_once(model, settings) and not has_next_token_loss(model, length):
+    if settings.task == "causal-lm" and not built_once(model, settings):
+        if sees_later_tokens(model, length):
+            raise FulldepthError(f"{type(model).__name__} reads the tokens that it should predict. Use another task.")
+        if has_next_token_loss(model, length):
+            return []
         use_next_token_loss(model)
         return [
             f"The loss of {type(model).__name__} in transformers is not that of the next token. The model is trained "
             "with the cross-entropy of its logits instead."
         ]
     return padding_warning(model, data.train, data.collator) if settings.task == "text-classification" else []
+
+
+def _check_teacher(trainer: RunTrainer, settings: TrainSettings) -> None:
+    """Refuse a teacher that cannot read the rows of the run, or cannot separate their documents if it has to."""
+    distillation: Any = trainer.depth_objective.terms.get("distillation")
+    if distillation is None:
+        return
+    distillation.check_length(settings.sequence_length)
+    if settings.task == "causal-lm" and not settings.data.across_documents:
+        require_separate_documents(distillation.teacher_anatomy.model)
 
 
 def _training_flops(settings: TrainSettings, data: RunData) -> float | None:

@@ -174,7 +174,7 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
         seed=settings.seed,
         across_documents=data.across_documents,
         end_of_text=data.end_of_text,
-        vocab_size=config.vocab_size,
+        vocab_size=getattr(config.get_text_config(), "vocab_size", None),
         watcher=watcher,
     )
     if packed.train.documents < arguments.world_size:

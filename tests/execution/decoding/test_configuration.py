@@ -122,3 +122,21 @@ def test_a_model_of_pictures_and_text_continues_text(name):
     expected = model.generate(prompt, **options)
     found = model.generate(prompt, custom_generate=Decoder(model), speculate_from=1, **options)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"speculate_from": 1, "draft_length": 6}])
+def test_a_text_that_grows_over_the_length_of_another_rotation_is_refused(options):
+    """Phi-3 reads the text again there; the cache of a text that begins on one side and stays there is right."""
+    torch.manual_seed(0)
+    scales = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 32}
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, **scales}
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3}
+    model = zoo.build("phi3", "causal-lm", **sizes, rope_parameters=rope, original_max_position_embeddings=32)
+    model.generation_config.eos_token_id = None
+    decoder = Decoder(model)
+    for length, new_tokens in ((21, 11), (33, 20)):
+        ids = token_ids(1, length)
+        stock = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+        assert torch.equal(decoder.generate(ids, max_new_tokens=new_tokens, **options).sequences, stock)
+    with refused("After a prompt of 21, ask for at most 11 new tokens"):
+        decoder.generate(token_ids(1, 21), max_new_tokens=12, **options)

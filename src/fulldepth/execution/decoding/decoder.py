@@ -174,7 +174,9 @@ class Decoder:
         mask = torch.ones_like(input_ids) if mask is None else mask.long()
         _check(mask, generation_config, prepared)
         rows, prompt = input_ids.shape
-        check_prompt_fits(self.anatomy, prompt, int(generation_config.max_length) - prompt)
+        new_tokens = int(generation_config.max_length) - prompt
+        check_prompt_fits(self.anatomy, prompt, new_tokens)
+        _check_rotation(self.anatomy.config, prompt, new_tokens)
         if rows > 1 and speculate_from is not None:
             raise FulldepthError(f"speculate_from drafts for one sequence, not {rows}; generate one prompt at a time.")
         session = DecodingSession(
@@ -210,6 +212,27 @@ def _refuse(config: GenerationConfig, **further: bool) -> None:
             f"Decoding layer by layer cannot follow {', '.join(names)} of the generation settings. Use model.generate "
             "alone, or set it to None in model.generation_config (generation_config.json)."
         )
+
+
+def _check_rotation(config: Any, prompt: int, new_tokens: int) -> None:
+    """Refuse a text that grows over the length at which a model rotates its keys in another way (LongRoPE).
+
+    Some classes read the whole text again there, others keep the cache; drafts that reach over it would rotate
+    confirmed positions, too.
+
+    Raises:
+        FulldepthError: if it does.
+    """
+    stated = getattr(config, "rope_parameters", None) or {}
+    of_layers = [each for each in stated.values() if isinstance(each, dict)] or [stated]
+    for rope in of_layers:
+        name = "original_max_position_embeddings"
+        limit = int(rope.get(name) or getattr(config, name, None) or 0)
+        if rope.get("rope_type") == "longrope" and prompt <= limit < prompt + new_tokens:
+            raise FulldepthError(
+                f"From {limit + 1} tokens on the model rotates its keys in another way (longrope), so that a text may "
+                f"not grow over this length. After a prompt of {prompt}, ask for at most {limit - prompt} new tokens."
+            )
 
 
 def _check(mask: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) -> None:
