@@ -262,8 +262,8 @@ class Bench:
         original = self.scores("original", models["original"], tokenizer)
         for reading in task_readings(original, self.scores(name, models["healed"], tokenizer)):
             line["tasks"][reading.task] = {
-                "original": reading.original,
-                "healed": reading.healed,
+                "original": reading.reference,
+                "healed": reading.score,
                 "error": round(reading.error, 5),
                 "chance": original.meta["tasks"][reading.task]["chance"],
             }

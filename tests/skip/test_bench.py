@@ -29,7 +29,7 @@ from fulldepth.skip.timed import Cell
 from refusals import refused
 from skip import plain
 from skip.planned import plan
-from skip.word_tokenizer import tokenizer
+from skip.word_tokenizer import tokenizer, words
 from tiny_models import LAYERS, VOCAB, build, token_ids
 
 SMALL = {"batches": [2], "contexts": [12], "max_new_tokens": 3, "repeats": 1}
@@ -199,6 +199,24 @@ def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path):
     expected = plain.loss(original, searched.heldout, (), "attention")
     assert value(results, "loss", "original", "mean") == pytest.approx(expected, rel=1e-6)
     assert "Measured on the text that chose the blocks" in results.headline["loss_added fast"]["sentence"]
+
+
+def test_rows_are_read_as_the_plan_read_them_or_it_is_said_that_they_may_be_known(folders, tmp_path):
+    original = AutoModelForCausalLM.from_pretrained(folders / "original").eval()
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(words(*((7 * n + i * i) % 80 for i in range(60))) for n in range(12)))
+    read = {"seed": 0, "sequence_length": 10}
+    chosen = read_examples(None, tokenizer(), 64, heldout=str(text), **read)
+    rows = {"heldout_rows": hashes_of_rows(chosen.heldout), **chosen.meta, "hash": "sha256:" + "1" * 64}
+    made = plan(original, [1], values=None, search="greedy", data=rows)
+    made = made.changed(cost={**made.cost, "settings": read})
+    fast = export(made, original, "fast", tmp_path / "fast", tokenizer=tokenizer()).path
+    given = {**SMALL, "tokenizer": tokenizer()}
+    results = bench(folders / "original", [fast], heldout=str(text), **given)
+    assert "Measured on the text that chose the blocks" in results.headline["loss_added fast"]["sentence"]
+    other = bench(folders / "original", [fast], heldout=str(text), sequence_length=12, **given)
+    said = " ".join([other.headline["loss_added fast"]["sentence"], *other.meta["warnings"]])
+    assert "It is not known whether the held-out rows also chose the blocks: rows of 10 tokens did" in said
 
 
 def test_rows_that_healed_a_model_are_left_out_and_another_tokenizer_is_refused(folders, tmp_path):

@@ -26,13 +26,14 @@ from fulldepth.data.examples import Examples, read_examples
 from fulldepth.data.packing import pack
 from fulldepth.evaluation import evaluate
 from fulldepth.execution import find_anatomy
+from fulldepth.execution.heldout import heldout_losses
 from fulldepth.results import Results
 from fulldepth.skip import least_squares as module
 from fulldepth.skip import load
 from fulldepth.skip.exports.export import read_notes
 from fulldepth.skip.heal import heal as heal_into
 from fulldepth.skip.own_text import OwnText
-from fulldepth.skip.plan import hashes_of_rows
+from fulldepth.skip.plan import hashes_of_rows, row_of
 from fulldepth.skip.tasks import TaskComparison
 from fulldepth.training import train
 from json_files import read_json
@@ -416,6 +417,7 @@ def test_tasks_that_cannot_run_are_refused_before_the_refit_and_readings_and_war
         heal_into(plan, model, data(), tmp_path / "healed", task_data=[str(folders[1])], **options)
     stored = tmp_path / "healed-work" / "tasks-original" / "results.json"
     assert stored.is_file()
+    stored.write_bytes(stored.read_bytes()[:100])  # damaged: read anew
     with monkeypatch.context() as patched, refused("The disk is full"):  # other tasks are read anew
         patched.setattr(module, "_heal", full_disk)
         heal_into(plan, model, data(), tmp_path / "healed", task_data=[str(folders[1])], task_limit=1, **options)
@@ -499,6 +501,37 @@ def test_healing_on_one_kind_of_text_says_what_is_unknown(tmp_path, unproven):
     assert any("losses on other text are unknown" in line for line in lines)
     saved = AutoTokenizer.from_pretrained(tmp_path / "healed")
     assert saved(rows[0]).input_ids == small_world.tokenizer()(rows[0]).input_ids
+
+
+def test_a_row_that_is_measured_is_fitted_nowhere_though_the_data_hold_it_twice():
+    plan = planned.plan(tiny_models.build("llama"), [2], "attention", None)
+    examples = data()
+    twice = [*examples.train, *[Example(e.input_ids, e.labels, e.document + 1000) for e in examples.train]]
+    fitted, chose, measured = module.split_rows(plan, Examples(twice, examples.heldout), False, 0)
+    assert not {row_of(e) for e in measured} & {row_of(e) for e in [*fitted, *chose]}
+    assert len(measured) > 10
+    assert len(fitted) > 10
+    known = plan.changed(data={**plan.data, "heldout_rows": hashes_of_rows(twice)})
+    with refused("no rows to measure healing on: there are 120 .* and 30 of them chose the blocks"):
+        module.split_rows(known, Examples(twice, examples.heldout), False, 0)
+
+
+def test_the_control_is_computed_in_the_precision_of_the_original(tmp_path, monkeypatch):
+    model = small_world.model().to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    small_world.tokenizer().save_pretrained(tmp_path / "model")
+    plan = planned.plan(model, [2], "attention", None)
+    dtypes = {}
+
+    def watched(models, *arguments, **options):
+        dtypes.update({name: each.dtype for name, each in models.items()})
+        return heldout_losses(models, *arguments, **options)
+
+    monkeypatch.setattr(module, "heldout_losses", watched)
+    options = {"sequence_length": 8, "steps": 1, "rank": 0, "precision": "float32", "progress": False}
+    heal_into(plan, tmp_path / "model", data(), tmp_path / "healed", **options)
+    assert {"original", "trained", "control"} <= {*dtypes}
+    assert {*dtypes.values()} == {torch.bfloat16}
 
 
 def test_training_sees_the_rows_that_were_fitted_on_and_no_end_of_text(tmp_path, monkeypatch):

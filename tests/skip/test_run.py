@@ -69,6 +69,20 @@ def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_mi
     assert results.meta | {"created": ""} == after.meta | {"created": ""}
 
 
+@pytest.mark.parametrize("options", [{"given": [2]}, {"search": "random"}, {"search": "last"}])
+def test_a_choice_without_losses_leaves_an_empty_table_and_a_page(options, checkpoint, tmp_path):
+    chosen = {"granularity": "attention", "fit": False, "losses": False, **options}
+    plan = search(checkpoint, str(tmp_path / "pairs.jsonl"), 1, output=tmp_path / "out", **chosen)
+    assert Plan.load(tmp_path / "out") == plan
+    assert Results.load(tmp_path / "out").table.empty
+    assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
+
+
+def test_responses_need_the_data_that_hold_their_prompts(checkpoint, tmp_path):
+    with refused("The prompts to respond to are those of --data, which is missing"):
+        search(checkpoint, None, 1, heldout=str(tmp_path / "pairs.jsonl"), responses=2, output=tmp_path / "out")
+
+
 def test_held_out_data_alone_choose_on_all_of_their_rows(checkpoint, tmp_path):
     chosen = str(tmp_path / "pairs.jsonl")
     with refused("Blocks are chosen on data: a seeded fifth of --data, or all rows of --heldout"):

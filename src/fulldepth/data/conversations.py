@@ -370,7 +370,8 @@ def encode_pair(
 ) -> tuple[list[int], list[int], list[int]]:
     """Token ids of the prompt, the response, and the special tokens after it, which are no part of it.
 
-    Prompt and response are tokenised separately, and the prompt is that of `encode_prompt`. Under a chat template the
+    The prompt is that of `encode_prompt`, and the response has the tokens that follow it in the text of both, as
+    lm-eval scores an answer; where the prompt has other tokens there, it is tokenised separately. Under a template the
     response includes the end-of-turn token, without white space after it, unless it was cut off: then the model did
     not end it there. The response is as the template writes it; a generated one (`cut_off` is not None), and one of
     which the template would leave a part out (reasoning), is as it is given. A generated one ends with `end`, the text
@@ -383,7 +384,7 @@ def encode_pair(
     if isinstance(prompt, str):
         assert isinstance(response, str)
         after = list(Frame.of(tokenizer, [prompt]).suffix)
-        return encode_prompt(tokenizer, prompt), plain_ids(tokenizer, response), after
+        return encode_prompt(tokenizer, prompt), _ids_behind(tokenizer, prompt, response), after
     assert not isinstance(response, str)
     opening = _render(tokenizer, prompt, where, answer=True)
     content = response["content"]
@@ -393,10 +394,17 @@ def encode_pair(
         text = content + (end or _end_of_turn(tokenizer, prompt, response, where))
     else:
         text = _answer(tokenizer, prompt, response, opening, where)
-    answer = plain_ids(tokenizer, text)
+    answer = _ids_behind(tokenizer, opening, text)
     if not cut_off:
         answer = _without_white_space(tokenizer, answer)
     return plain_ids(tokenizer, opening), answer, []
+
+
+def _ids_behind(tokenizer: Any, before: str, text: str) -> list[int]:
+    """Token ids of a text behind another one; alone, some tokenizers (SentencePiece) put a space before it."""
+    head = plain_ids(tokenizer, before)
+    whole = plain_ids(tokenizer, before + text)
+    return whole[len(head) :] if len(whole) > len(head) and whole[: len(head)] == head else plain_ids(tokenizer, text)
 
 
 def _without_white_space(tokenizer: Any, answer: list[int]) -> list[int]:

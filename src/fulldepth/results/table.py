@@ -49,7 +49,8 @@ def tabulate(rows: list[Any], **extra: Any) -> pd.DataFrame:
 
 def stacked(tables: Sequence[pd.DataFrame], **types: str) -> pd.DataFrame:
     """Concatenated tables: the tidy columns, then further ones of these types, in this order."""
-    table = pd.concat([part.astype(types) for part in tables if len(part)], ignore_index=True)
+    filled = [part for part in tables if len(part)] or [tabulate([], **dict.fromkeys(types))]
+    table = pd.concat([part.astype(types) for part in filled], ignore_index=True)
     return table[[*COLUMNS, *types]]
 
 

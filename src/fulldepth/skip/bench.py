@@ -151,6 +151,7 @@ def bench_calls(
     """Time one call after another, over batch sizes and contexts; arguments and errors are those of `bench`."""
     with ExitStack() as stack:
         entries = _opened(original, exports, settings)
+        settings = _reading_of_plan(settings, entries)
         for entry in entries[1:]:
             if isinstance(entry.model, PreTrainedModel):
                 stack.enter_context(evaluating(entry.model))
@@ -288,6 +289,15 @@ def _check_together(entries: Sequence[BenchedModel], settings: BenchSettings) ->
         raise FulldepthError(f"{differing[0]} has other tokens than {base}: not the same model.")
     if tokens and 1 not in settings.batches:
         raise FulldepthError(f"llama.cpp runs {base} with one sequence at a time: add 1 to the batches.")
+
+
+def _reading_of_plan(settings: BenchSettings, entries: Sequence[BenchedModel]) -> BenchSettings:
+    """The settings with the length of windows and the use of the chat template of the first plan, where they are not
+    given: rows that chose blocks or healed a model are recognised by their tokens.
+    """
+    stored = next((Plan.of(entry.plan).cost.get("settings", {}) for entry in entries if entry.plan), {})
+    names = {"sequence_length", "chat"} - settings.model_fields_set
+    return settings.model_copy(update={name: stored[name] for name in names if stored.get(name) is not None})
 
 
 def _unseen(entries: Sequence[BenchedModel], examples: Examples) -> Examples:

@@ -89,7 +89,9 @@ def heal(
     target = Path(output)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     tokenizer = tokenizer_of(plan, settings, tokenizer)
-    if target.exists() and (results := finish_gguf(plan, model, target, settings)) is not None:
+    given = {"data": data, "heldout": heldout}
+    given = {name: str(value) for name, value in given.items() if isinstance(value, str | Path)}
+    if target.exists() and (results := finish_gguf(plan, model, target, settings, given)) is not None:
         shutil.rmtree(target.with_name(f"{target.name}-work"), ignore_errors=True)
         return results
     if target.exists():
@@ -125,7 +127,7 @@ def heal(
                     "The model is healed on one kind of text, and losses on other text are unknown. Read tasks with "
                     "--tasks, or heal on a mixture: --data own,FILE."
                 )
-            results = save_healed(healing, plan, target, tokenizer, work, tasks)
+            results = save_healed(healing, plan, target, tokenizer, work, tasks, given)
         except StoppedError:
             raise
         except FulldepthError:

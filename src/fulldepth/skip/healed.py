@@ -16,7 +16,7 @@ import math
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,7 @@ def save_healed(
     tokenizer: Any = None,
     work: Path | None = None,
     tasks: TaskComparison | None = None,
+    given: Mapping[str, str] | None = None,
 ) -> Results:
     """Write the healed model's folder: the checkpoint, `results.json`, `results.parquet` and `report.html`.
 
@@ -126,11 +127,13 @@ def save_healed(
         tokenizer: as for `export`.
         work: folder whose text of the model's own is kept in the healed model's folder.
         tasks: of the original, the healed model and the control.
+        given: `data` and `heldout`, as the user named them.
 
     Raises:
         FulldepthError: as `export`.
     """
     results = healing_results(healing, plan, tasks)
+    results.meta["given"] = dict(given or {})
     settings = healing.settings
     with folder_to_be(target) as folder:
         format = settings.format or format_for(healing.plan, healing.model)
@@ -156,7 +159,9 @@ def save_healed(
     return results
 
 
-def finish_gguf(plan: Plan, model: Any, target: Path, settings: HealSettings) -> Results | None:
+def finish_gguf(
+    plan: Plan, model: Any, target: Path, settings: HealSettings, given: Mapping[str, str]
+) -> Results | None:
     """Write the GGUF file that a finished healing lacks, from the checkpoint in its folder.
 
     Args:
@@ -164,12 +169,13 @@ def finish_gguf(plan: Plan, model: Any, target: Path, settings: HealSettings) ->
         model: the checkpoint that it was made for, or the loaded model, which does not change.
         target: the healed folder.
         settings: of the healing.
+        given: `data` and `heldout`, as the user names them.
 
     Returns:
         The results in the folder; None if it is not the healing of this plan, or no GGUF file is missing.
 
     Raises:
-        FulldepthError: as `export`; for other settings than those that the model was healed with.
+        FulldepthError: as `export`; for other settings or data than those that the model was healed with.
     """
     if settings.gguf is None or Path(settings.gguf).exists() or not (target / NOTES).is_file():
         return None
@@ -177,12 +183,15 @@ def finish_gguf(plan: Plan, model: Any, target: Path, settings: HealSettings) ->
     if stored != plan.document():
         return None
     stated = settings.model_dump(include=settings.model_fields_set - FILE_ONLY)
-    healed_with = Results.load(target).meta["settings"]
+    document = Results.load(target).meta
+    healed_with = document["settings"]
     if changed := differences({name: healed_with.get(name) for name in stated}, stated):
         raise FulldepthError(
             f"{target} was healed with other settings: {changed}. Leave them out to write its GGUF file, or choose "
             "another output."
         )
+    if changed := differences(document.get("given", given), given):
+        raise FulldepthError(f"{target} was healed with other data: {changed}. Choose another output.")
     dtype = plan.dtype if settings.dtype == "auto" else settings.dtype
     opened = open_checkpoint(model, settings, dtype=dtype, plain=True)
     healed = copy.deepcopy(opened.model)

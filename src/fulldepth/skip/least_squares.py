@@ -286,7 +286,8 @@ def with_model(healing: Healing, label: str, model: PreTrainedModel | Path, watc
 def split_rows(
     plan: Plan, examples: Examples, separate: bool, seed: int
 ) -> tuple[list[Example], list[Example], list[Example]]:
-    """Rows to fit weights on, to choose ridges by, and to measure on.
+    """Rows to fit weights on, to choose ridges by, and to measure on; a row that is measured is in no other part, also
+    where the data hold it twice.
 
     Args:
         plan: lists the rows that chose its blocks.
@@ -305,12 +306,17 @@ def split_rows(
     if separate:
         check_unseen(plan, unseen)
     known = listed_rows(plan)
+    chose = len(unseen)
     unseen = [example for example in unseen if row_of(example) not in known]
+    chose -= len(unseen)
+    measured = {row_of(example) for example in unseen}
+    rest, choosing = ([e for e in rows if row_of(e) not in measured] for rows in (rest, choosing))
     for rows, use in ((rest, "fit weights on"), (choosing, "choose ridges by"), (unseen, "measure healing on")):
         if not any(example.predicted for example in rows):
             raise FulldepthError(
                 f"The data leave no rows to {use}: there are {len(documents)} {units(examples.meta)} besides the "
-                "held-out ones. Give more data, or --heldout."
+                f"held-out ones{f', and {chose} of them chose the blocks' if chose else ''}. Give more data, or "
+                "--heldout."
             )
     return rest, choosing, unseen
 

@@ -406,7 +406,15 @@ def overlap(plan: Plan, examples: Examples) -> str | None:
     shared = sum(row in known for row in rows)
     if shared == len(rows):
         return sentence
-    return f"{shared} of {len(rows)} held-out rows also {decision}." if shared else None
+    if shared:
+        return f"{shared} of {len(rows)} held-out rows also {decision}."
+    lengths = [data.get("sequence_length") for data in (plan.data, examples.meta)]
+    if lengths[0] == lengths[1] or None in lengths:  # pairs of any length are not cut
+        return None
+    return (
+        f"It is not known whether the held-out rows also {decision}: rows of {lengths[0]} tokens did, and these are "
+        f"of {lengths[1]} (--sequence-length)."
+    )
 
 
 def healed_rows(plan: Plan) -> set[str]:

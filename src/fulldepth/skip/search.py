@@ -92,6 +92,8 @@ def search(
     folder = None if output is None else Path(output)
     if responses is not None and (responses < 1 or folder is None):
         raise FulldepthError(f"Responses need an output folder and a number of at least 1, got {responses}.")
+    if responses is not None and data is None:
+        raise FulldepthError("The prompts to respond to are those of --data, which is missing.")
     if responses is not None and names_own(data):
         raise FulldepthError("The model's own text has its own answers; leave out --generate-responses.")
     drawn = {"temperature": temperature, "max_new_tokens": max_new_tokens}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,12 +12,13 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from fulldepth.core.errors import FulldepthError
 from fulldepth.core.number_format import plus_minus
 from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import SIGNIFICANT
 from fulldepth.evaluation import EvaluateSettings, OtherResultsError, evaluate, load_tasks
 from fulldepth.hf import load_tokenizer
-from fulldepth.results import Finding, Results, difference_errors
+from fulldepth.results import DOCUMENT, Finding, Results, difference_errors
 from fulldepth.settings.heal import HealSettings
 
 MEASURE = "task_score"
@@ -93,6 +95,15 @@ def check_tasks(settings: HealSettings) -> None:
     load_tasks(evaluation_of(settings))
 
 
+def _readable(folder: Path) -> bool:
+    """Return True if the results in a folder can be loaded."""
+    try:
+        Results.load(folder)
+    except FulldepthError:
+        return False
+    return True
+
+
 @dataclass
 class TaskComparison:
     """Tasks of the original, the healed model and the control; empty where none are asked for."""
@@ -118,10 +129,14 @@ class TaskComparison:
                 self.tokenizer, revision=self.revision, trust_remote_code=settings.trust_remote_code
             )
         self.watcher.say(f"Tasks of the {name} model.")
+        stored = self.folder / f"tasks-{name}"
+        if (stored / DOCUMENT).exists() and not _readable(stored):
+            self.watcher.say(f"The scores of the {name} model in {self.folder} are damaged; they are read anew.")
+            shutil.rmtree(stored)
         read = partial(
             evaluate,
             model,
-            output=self.folder / f"tasks-{name}",
+            output=stored,
             settings=evaluation_of(settings),
             tokenizer=self.tokenizer,
             resume=True,

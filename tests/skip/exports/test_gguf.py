@@ -391,6 +391,8 @@ def test_a_healing_whose_file_fails_is_kept_and_only_the_file_is_made_again(dtyp
     assert other.read_bytes() == small.read_bytes()
     with refused("exists already"):
         heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(other))
+    with refused("was healed with other data: data was None, is 'corpus:builtin'"):
+        heal(plan, path, "corpus:builtin", tmp_path / "healed", steps=0, gguf=str(tmp_path / "c.gguf"))
 
 
 @pytest.mark.slow
