@@ -123,7 +123,13 @@ class Ours:
             feed(
                 plan,
                 observe(
-                    it, plan.counting, batch, states, [states["residual"]], LensReader(it, self.settings, Processes())
+                    it,
+                    plan.counting,
+                    batch,
+                    states,
+                    states["residual"],
+                    LensReader(it, self.settings, Processes()),
+                    lambda: None,
                 ),
                 Clock(),
             )
