@@ -12,13 +12,14 @@ the loss that the healed model adds to the original's on four kinds of text, of 
 difference of its scores to the original's on the first 500 examples of three tasks, both paired by document or example
 (weights in bfloat16, both models). SHARED is a folder with `wikitext-2/valid.txt`, `gsm8k/` and `lm-eval/`. Every run
 is a line of FOLDER/healing_text.jsonl, so that a further call runs what is missing; an interrupted one goes on.
-`table` prints means over seeds with their standard errors, as Markdown.
+`table` prints means over seeds with their standard errors (of examples and of seeds), as Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import shutil
 import time
@@ -289,16 +290,20 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
         cells = []
         for text in READ:
             errors = [run["losses"][text][1] for run in runs]
-            cells.append(with_error([run["losses"][text][0] for run in runs], errors[0], 3))
+            cells.append(with_error([run["losses"][text][0] for run in runs], errors, 3))
         for task in TASKS:
             scores = [run["tasks"][task] for run in runs]
-            cells.append(with_error([s["healed"] - s["original"] for s in scores], scores[0]["error"], 3))
+            gaps = [score["healed"] - score["original"] for score in scores]
+            cells.append(with_error(gaps, [score["error"] for score in scores], 3))
         yield f"| {target} | {arm} | {len(runs)} | {' | '.join(cells)} |"
 
 
-def with_error(values: list[float], single: float, digits: int) -> str:
-    """The mean over seeds with its standard error; of one seed, the error over documents."""
-    error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else single
+def with_error(values: list[float], errors: list[float], digits: int) -> str:
+    """The mean over seeds with its standard error: of documents or examples, which are the same for every seed, and of
+    the seeds, where there are several.
+    """
+    seeds = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    error = math.hypot(mean(errors), seeds)
     return f"{mean(values):+.{digits}f} ± {error:.{digits}f}"
 
 
