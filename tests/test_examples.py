@@ -144,7 +144,8 @@ def test_the_notebook(tmp_path, monkeypatch):
 
 def test_every_example_is_run():
     """Here; `authors` and `shapes` by tests/cli/test_tiny_recipes.py and tests/drawn_shapes.py."""
-    here, elsewhere = {"any_module", "hand_written_loop", "int8", "trainer", "sft"}, {"authors", "shapes"}
+    here = {"any_module", "hand_written_loop", "int8", "sft", "task_rows", "trainer"}
+    elsewhere = {"authors", "shapes"}
     assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == {"tour"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == here | elsewhere
 

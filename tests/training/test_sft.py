@@ -91,7 +91,7 @@ def test_amounts_are_those_of_the_conversations(fine_tuning, tmp_path):
 def test_fine_tuning_learns_from_a_teacher(recipe, fine_tuning, tmp_path):
     """The divergence in the first step, a batch of all training rows, is that of a loop over the predictions."""
     chosen, base = fine_tuning(CHATS, data={"validation": str(jsonl(tmp_path / "others.jsonl", *PAIRS))}, **FIRST_STEP)
-    train_by(recipe(**SHORT, seed=1), tmp_path / "teacher")
+    train_by(recipe(**SHORT, seed=1, model={"max_position_embeddings": 64}), tmp_path / "teacher")
     teacher = tmp_path / "teacher" / "checkpoint-2"
     objective = type(chosen.objective)(distillation={"teacher": str(teacher), "weight": 0.5})
     table = train(chosen.model_copy(update={"objective": objective}), tmp_path / "run").table

@@ -94,7 +94,7 @@ def train(
             num_layers = find_anatomy(model).num_layers  # refuses models whose layers are not known
             warnings += _check_rows(model, data, settings)
             trainer = RunTrainer(model, arguments, data, settings)
-            _check_teacher(trainer, settings)
+            _check_teacher(trainer, data, settings)
             if settings.model.checkpoint is not None and not settings.freezes_features:
                 warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint)
             for line in warnings:
@@ -170,12 +170,13 @@ def _check_rows(model: Any, data: RunData, settings: TrainSettings) -> list[str]
     return padding_warning(model, data.train, data.collator) if settings.task == "text-classification" else []
 
 
-def _check_teacher(trainer: RunTrainer, settings: TrainSettings) -> None:
+def _check_teacher(trainer: RunTrainer, data: RunData, settings: TrainSettings) -> None:
     """Refuse a teacher that cannot read the rows of the run, or cannot separate their documents if it has to."""
     distillation: Any = trainer.depth_objective.terms.get("distillation")
     if distillation is None:
         return
-    distillation.check_length(settings.sequence_length)
+    sft = settings.stage == "sft"  # conversations may be shorter than the most that a row may hold
+    distillation.check_length(max(map(len, data.train["input_ids"])) if sft else settings.sequence_length)
     if settings.task == "causal-lm" and not settings.data.across_documents:
         require_separate_documents(distillation.teacher_anatomy.model)
 
