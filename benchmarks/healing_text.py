@@ -38,6 +38,7 @@ from fulldepth.evaluation import evaluate
 from fulldepth.execution.heldout import heldout_losses
 from fulldepth.hf import load_tokenizer, open_model
 from fulldepth.results import Results
+from fulldepth.settings.heal import HealSettings
 from fulldepth.settings.search import HeldoutSettings
 from fulldepth.skip import load, read_examples, search
 from fulldepth.skip.heal import heal
@@ -224,7 +225,7 @@ class Bench:
             "model": {"checkpoint": MODEL},
             "data": {**data, "end_of_text": False, "validation_sequences": 8},
             "objective": {"distillation": {"teacher": MODEL}},
-            "lora": {"rank": 16, "target_modules": ["down_proj", "o_proj"]},
+            "lora": {"rank": HealSettings().rank, "target_modules": ["down_proj", "o_proj"]},
         }
         train(
             recipe,
@@ -232,7 +233,7 @@ class Bench:
             steps=75,
             global_batch_size=TRAINING["global_batch_size"],
             sequence_length=LENGTH,
-            learning_rate=5e-4,
+            learning_rate=HealSettings().learning_rate,
             precision="autocast" if has_bfloat16() else "float32",
             seed=seed,
             resume=output.exists(),

@@ -71,6 +71,35 @@ def test_the_table_of_text_to_heal_on_is_that_of_the_stored_runs():
             assert cell == f"{np.mean(values):+.3f} ± {error:.3f}", (target, arm, name)
 
 
+def test_the_sentences_on_parts_that_tasks_chose_are_those_of_the_stored_runs():
+    lines = [json.loads(line) for line in (DOCS / "healing_text.jsonl").read_text().splitlines()]
+    page = " ".join((DOCS / "results.md").read_text().split())
+
+    def scores(arm, seed):
+        (line,) = [one for one in lines if (one["target"], one["arm"], one["seed"]) == ("1.1 by tasks", arm, seed)]
+        own = [line["tasks"][name] for name in ("lambada_local", "arc_easy_local", "piqa_local")]
+        return line["removed"], [(one["healed"] - one["original"], one["error"]) for one in own]
+
+    nine, first = scores("rows of the tasks", 0)
+    eight, second = scores("rows of the tasks", 1)
+    _, control = scores("control on rows of the tasks", 0)
+    _, chat = scores("own chat", 0)
+    assert (len(nine), len(eight)) == (9, 8)
+    assert {*eight} < {*nine}
+    assert "The eight are among the nine." in page
+    assert all(abs(gap) < 2 * error or gap > 0 for gap, error in [*first, *second])
+    text = ["{:+.3f} ± {:.3f}".format(*one) for one in [*first, *second]]
+    assert f"without nine attentions LAMBADA changes by {text[0]}, ARC-easy by {text[1]}, PIQA by {text[2]}" in page
+    assert f"without eight by {text[3]}, {text[4]} and {text[5]}" in page
+    gains = ["{:.3f} ± {:.3f}".format(*one) for one in control[:2]]
+    assert f"gains {gains[0]} of LAMBADA and {gains[1]} of ARC-easy, and nothing measurable of PIQA" in page
+    assert abs(control[2][0]) < 2 * control[2][1]
+    assert f"cost about {control[0][0] - first[0][0]:.2f} of LAMBADA" in page
+    for (ours, error), (other, other_error) in zip(first[1:], control[1:], strict=True):
+        assert abs(ours - other) < min(error, other_error)
+    assert f"the same parts lose {-chat[0][0]:.3f} ± {chat[0][1]:.3f} of LAMBADA" in page
+
+
 def test_the_log_states_what_healing_on_novels_lost():
     lines = [json.loads(line) for line in (DOCS / "healing_text.jsonl").read_text().splitlines()]
     (line,) = [run for run in lines if (run["target"], run["arm"], run["seed"]) == ("1.1", "novels", 0)]

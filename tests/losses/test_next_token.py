@@ -15,7 +15,7 @@ from families import zoo
 from fulldepth.core.targets import IGNORE
 from fulldepth.data.packing import write_tokens
 from fulldepth.hf import open_model
-from fulldepth.losses import has_next_token_loss, sees_later_tokens, use_next_token_loss
+from fulldepth.losses import Objective, has_next_token_loss, sees_later_tokens, use_next_token_loss
 from refusals import refused
 
 OTHERS = ["bart", "trocr", "git"]
@@ -41,6 +41,25 @@ def test_a_loss_of_the_next_token_is_kept(name):
     assert has_next_token_loss(model)
     assert not sees_later_tokens(model)
     assert model.training
+    torch.nn.init.zeros_(model.get_output_embeddings().weight)  # every label is read alike
+    assert has_next_token_loss(model)
+
+
+def test_a_teacher_reads_a_row_of_documents_that_is_longer_than_its_positions():
+    """Each document begins at position 0, so that positions, not the row, must fit."""
+    model = zoo.build("llama", "causal-lm")
+    teacher = zoo.build("gpt2", "causal-lm", n_positions=8)
+    ids = tiny_models.token_ids(1, 24)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(24)[None] % 8, "use_cache": False}
+    with Objective(distillation={"teacher": teacher, "weight": 1.0}).attach(model) as objective:
+        loss = float(objective(model(**batch), batch)[0].detach())
+        with torch.no_grad():
+            del batch["labels"]
+            ours, theirs = (each(**batch).logits[0, :-1].double().log_softmax(-1) for each in (model, teacher))
+        assert loss == pytest.approx(float((theirs.exp() * (theirs - ours)).sum(-1).mean()), rel=1e-5)
+        long = {"input_ids": ids, "labels": ids}
+        with refused("Rows of 24 tokens do not fit the teacher's 8 positions"):
+            objective(model(**long), long)
 
 
 @pytest.mark.parametrize("name", ["xlnet", "roberta"])

@@ -25,6 +25,11 @@ skip = typer.Typer(
 app.add_typer(skip)
 
 DATA = "Data"
+KINDS = (
+    "Rows with prompt + response or messages (.jsonl, .parquet; the loss is on responses), plain text, a Hub data set, "
+    "or corpus:builtin. Of skip search and skip heal also own: text that the unmodified model writes first. Several "
+    "sources with commas, with shares of the rows: own=0.7,file.jsonl=0.3."
+)
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or the folder that holds it.")]
 Planned = Annotated[str, typer.Argument(metavar="MODEL", help="The checkpoint that the plan was made for.")]
@@ -32,19 +37,14 @@ Data = Annotated[
     str,
     typer.Option(
         "--data",
-        help="Rows with prompt + response or messages (.jsonl, .parquet; the loss is on responses), plain text, a Hub "
-        "data set, or corpus:builtin. Of skip search and skip heal also own: text that the unmodified model writes "
-        "first. Several sources with commas, with shares of the rows: own=0.7,file.jsonl=0.3. Use the data of the "
-        "search for the same held-out tokens.",
+        help=f"{KINDS} Use the data of the search for the same held-out tokens.",
     ),
 ]
 Searched = Annotated[
     str | None,
     typer.Option(
         "--data",
-        help="Rows with prompt + response or messages (.jsonl, .parquet; the loss is on responses), plain text, a Hub "
-        "data set, or corpus:builtin. skip search also takes own: text that the unmodified model writes first. Several "
-        "sources with commas, with shares of the rows: own=0.7,file.jsonl=0.3. A fifth of the rows scores blocks.",
+        help=f"{KINDS} A fifth of the rows scores blocks.",
         rich_help_panel=DATA,
         show_default=False,
     ),

@@ -391,16 +391,17 @@ def _translation(given: Sequence[ConversationRecord], plan: Preparation, warning
         )
     tokenizer = plan.tokenizer
     length = plan.sequence_length
-    pairs = [(record.prompt or "", record.response or "") for record in given]
-    targets = getattr(tokenizer, "tgt_lang", "") is not None
-    if not targets:
+    prompts = [record.prompt or "" for record in given]
+    responses = [record.response or "" for record in given]
+    has_targets = getattr(tokenizer, "tgt_lang", "") is not None
+    if not has_targets:
         warnings.append("The tokenizer has no target language (tgt_lang): responses are read as texts of the source's.")
     sides = []
     cut = 0
-    for texts, target in zip(zip(*pairs, strict=True), (False, targets), strict=True):
-        frame = Frame.of(tokenizer, texts, target=target)
+    for texts, as_target in ((prompts, False), (responses, has_targets)):
+        frame = Frame.of(tokenizer, texts, target=as_target)
         room = length - room_taken(frame, length)
-        ids = [plain_ids(tokenizer, text, target=target) for text in texts]
+        ids = [plain_ids(tokenizer, text, target=as_target) for text in texts]
         cut += sum(len(part) > room for part in ids)
         sides.append([torch.tensor(frame.wrap(part[:room]), dtype=torch.int64) for part in ids])
     examples = []

@@ -102,7 +102,8 @@ class Distillation(Term):
         teacher = self._teacher
         if labels is None or logits is None or teacher is None:
             raise FulldepthError("distillation needs `labels` in the batch, and a model that returns logits.")
-        self.check_length(labels.shape[1])
+        positions = context.batch.get("position_ids")  # several documents in a row have their own
+        self.check_length(labels.shape[1] if positions is None else int(positions.max()) + 1)
         model = teacher.anatomy.model.to(logits.device)  # type: ignore[arg-type]
         inputs = {name: entry for name, entry in context.batch.items() if not name.endswith("labels")}
         with torch.no_grad(), evaluating(model), capture(teacher.anatomy, ["residual"]) as activations:

@@ -19,9 +19,10 @@ from fulldepth.losses.task import Task
 NEAR = 0.25
 """Largest distance of a model's loss from that of the next token, in distances of the two readings of a label."""
 
-
-CAUSAL = 1e-4
-"""Largest relative change of a logit by later tokens that is rounding; of bfloat16 and float16 0.05."""
+ROUNDING = 1e-5
+"""Largest difference of two losses in nats that is rounding; decides where a head of zeros reads a label alike."""
+CAUSAL = {torch.bfloat16: 0.05, torch.float16: 0.05}
+"""Largest change of a logit by later tokens that is rounding, as a share of the largest logit; 1e-4 of others."""
 
 
 def _row(model: Any, length: int) -> dict[str, Any]:
@@ -57,8 +58,7 @@ def sees_later_tokens(model: PreTrainedModel, length: int = 16) -> bool:
             after = run(plain, {**inputs, "input_ids": other}).logits[:, :half]
         except FulldepthError:  # its training fails with the reason
             return False
-    rounding = CAUSAL if before.dtype in (torch.float32, torch.float64) else 0.05
-    return bool((after - before).abs().max() > rounding * before.abs().max())
+    return bool((after - before).abs().max() > CAUSAL.get(before.dtype, 1e-4) * before.abs().max())
 
 
 @torch.no_grad()
@@ -98,7 +98,7 @@ def has_next_token_loss(model: PreTrainedModel, length: int = 16) -> bool:
     task = Task.of(plain)
     auxiliary = task.auxiliary(output)
     loss = task.loss(output) - (0.0 if auxiliary is None else auxiliary)
-    return abs(float(loss) + float(next_token[labelled])) <= NEAR * float(distances[labelled])
+    return abs(float(loss) + float(next_token[labelled])) <= max(NEAR * float(distances[labelled]), ROUNDING)
 
 
 def use_next_token_loss(model: PreTrainedModel) -> None:

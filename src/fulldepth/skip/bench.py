@@ -114,7 +114,8 @@ def bench(
         overwrite: replace results in the output folder.
         data: as for `search`: losses of all models are computed on its held-out fifth, the one that a search with the
             same seed scores blocks with. None = no losses, unless `heldout` is set.
-        heldout: held-out data, used entirely in place of that fifth.
+        heldout: held-out data, used entirely in place of that fifth. The length of windows and the use of the chat
+            template are those of the first export's plan, unless `settings` give them.
         tokenizer: for data: a tokenizer, its folder or Hub name; None = the original's.
 
     Raises:

@@ -393,7 +393,7 @@ def _sequences_for(
         length = settings.sequence_length or longest
         truncate |= settings.sequence_length is not None and length <= longest  # the length that was asked for
     pad = getattr(text_config(config), "pad_token_id", None)
-    start, rotates = _decoder_start(checkpoint.model)
+    start, rotates = _decoder_start(checkpoint.model) if anatomy.family.tower == "decoder" else (None, False)
     processor = None
     if source.kind in IMAGES:
         trusted = settings.trust_remote_code
