@@ -24,7 +24,7 @@ from fulldepth.results import Results
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.bench import CallTimes, _headline, _opened, bench
 from fulldepth.skip.exports.export import export
-from fulldepth.skip.plan import HEALED, hashes_of_rows
+from fulldepth.skip.plan import HEALED, listing
 from fulldepth.skip.timed import Cell
 from refusals import refused
 from skip import plain
@@ -207,7 +207,7 @@ def test_rows_are_read_as_the_plan_read_them_or_it_is_said_that_they_may_be_know
     text.write_text("\n\n".join(words(*((7 * n + i * i) % 80 for i in range(60))) for n in range(12)))
     read = {"seed": 0, "sequence_length": 10}
     chosen = read_examples(None, tokenizer(), 64, heldout=str(text), **read)
-    rows = {"heldout_rows": hashes_of_rows(chosen.heldout), **chosen.meta, "hash": "sha256:" + "1" * 64}
+    rows = {**listing(chosen.heldout), **chosen.meta, "hash": "sha256:" + "1" * 64}
     made = plan(original, [1], values=None, search="greedy", data=rows)
     made = made.changed(cost={**made.cost, "settings": read})
     fast = export(made, original, "fast", tmp_path / "fast", tokenizer=tokenizer()).path
@@ -222,7 +222,7 @@ def test_rows_are_read_as_the_plan_read_them_or_it_is_said_that_they_may_be_know
 def test_rows_that_healed_a_model_are_left_out_and_another_tokenizer_is_refused(folders, tmp_path):
     original = AutoModelForCausalLM.from_pretrained(folders / "original").eval()
     held = plain.sentences(9, 5)
-    healed = plan(original, [1], values=None, data={"hash": "sha256:" + "1" * 64, HEALED: hashes_of_rows(held[:4])})
+    healed = plan(original, [1], values=None, data={"hash": "sha256:" + "1" * 64, **listing(held[:4], HEALED)})
     fast = export(healed, original, "fast", tmp_path / "fast", tokenizer=tokenizer()).path
     results = bench(folders / "original", [fast], data=plain.held_out(held), **SMALL)
     expected = plain.loss(original, held[4:], (), "attention")

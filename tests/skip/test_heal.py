@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,7 +34,7 @@ from fulldepth.skip import load
 from fulldepth.skip.exports.export import read_notes
 from fulldepth.skip.heal import heal as heal_into
 from fulldepth.skip.own_text import OwnText
-from fulldepth.skip.plan import hashes_of_rows, row_of
+from fulldepth.skip.plan import HEALED, listing, row_of
 from fulldepth.skip.tasks import TaskComparison
 from fulldepth.training import train
 from json_files import read_json
@@ -292,8 +293,9 @@ def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, 
     assert list(saved.values("loss", "mean", "model", model="refitted")) == [
         results.values("loss", "mean", "model", model="refitted").item()
     ]
-    seen = read_notes(tmp_path / "healed")["plan"]["data"]["healed_rows"]
-    assert seen == hashes_of_rows([*data().heldout, *module.split_rows(plan, data(), False, 0)[0]])
+    seen = read_notes(tmp_path / "healed")["plan"]["data"]
+    rows_seen = listing([*data().heldout, *module.split_rows(plan, data(), False, 0)[0]], HEALED)
+    assert {name: seen[name] for name in rows_seen} == rows_seen
     page = (tmp_path / "healed" / "report.html").read_text()
     assert "What healing brings" in page
     assert "mlp of layer 1" in page
@@ -318,7 +320,7 @@ def test_bad_input_is_refused(change, named, tmp_path, monkeypatch):
     given = {"model": tiny_models.build("llama"), "data": examples, "output": "healed", "heldout": None, "steps": 0}
     given |= change
     plan = planned.plan(tiny_models.build("llama"), granularity="layer", values=None, search="greedy")
-    plan = plan.changed(data={**plan.data, "heldout_rows": hashes_of_rows(examples.heldout)})
+    plan = plan.changed(data={**plan.data, **listing(examples.heldout)})
     with refused(named):
         heal_into(plan, output=tmp_path / given.pop("output"), progress=False, **given)
     assert not list(tmp_path.iterdir())
@@ -483,7 +485,7 @@ def test_held_out_rows_that_chose_the_blocks_are_refused_before_the_model_writes
     options = {"tokenizer": small_world.tokenizer(), "sequence_length": 48, "steps": 0}
     chose = read_examples(None, small_world.tokenizer(), 2048, heldout=held, sequence_length=48).heldout
     plan = planned.plan(model, [2], "attention", None)
-    plan = plan.changed(data={**plan.data, "heldout_rows": hashes_of_rows(chose)}, search="greedy")
+    plan = plan.changed(data={**plan.data, **listing(chose)}, search="greedy")
     monkeypatch.setattr(OwnText, "write", lambda *_: pytest.fail("written"))
     with refused("3 of 3 held-out rows also chose the blocks"):
         heal_into(plan, model, "own", tmp_path / "healed", heldout=held, **options)
@@ -511,9 +513,37 @@ def test_a_row_that_is_measured_is_fitted_nowhere_though_the_data_hold_it_twice(
     assert not {row_of(e) for e in measured} & {row_of(e) for e in [*fitted, *chose]}
     assert len(measured) > 10
     assert len(fitted) > 10
-    known = plan.changed(data={**plan.data, "heldout_rows": hashes_of_rows(twice)})
+    known = plan.changed(data={**plan.data, **listing(twice)})
     with refused("no rows to measure healing on: there are 120 .* and 30 of them chose the blocks"):
         module.split_rows(known, Examples(twice, examples.heldout), False, 0)
+
+
+@pytest.mark.parametrize("changed", [{"limit": 9999}, {"limit": None, "sequence_length": 96}])
+def test_no_part_of_a_measured_row_chose_the_blocks_however_the_text_is_cut(changed, tmp_path):
+    """The oracle looks for runs of ten tokens that a row shares with one that the search was scored on."""
+    numbers = np.random.default_rng(0).integers(0, 10**6, 20_000)
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(" ".join(map(str, numbers[start : start + 50])) for start in range(0, 20_000, 50)))
+    read = partial(read_examples, str(text), small_world.tokenizer(), 2048)
+    reading = {"limit": 24, "sequence_length": 64}
+    searched = read(**reading)
+    plan = planned.plan(tiny_models.build("llama"), [2], "attention", None, search="greedy")
+    plan = plan.changed(data={**plan.data, **searched.meta, **listing(searched.heldout)})
+    healed = read(**reading | changed)
+    fitted, chose, measured = module.split_rows(plan, healed, False, 0)
+    scored = runs_of(searched.heldout)
+    assert not scored & runs_of(measured)
+    assert scored & runs_of([*fitted, *chose])
+    assert len(measured) > 10
+    known = [example for example in [*healed.train, *healed.heldout] if runs_of([example]) & scored]
+    with refused(f"{len(known)} of {len(known)} held-out rows, or others of their documents, also chose the blocks"):
+        module.check_unseen(plan, known)
+
+
+def runs_of(examples):
+    """All runs of ten tokens of the examples."""
+    ids = [example.input_ids.tolist() for example in examples]
+    return {tuple(row[start : start + 10]) for row in ids for start in range(len(row) - 9)}
 
 
 def test_the_control_is_computed_in_the_precision_of_the_original(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.skip.exports.export import card_of
 from fulldepth.skip.exports.formats import FORMATS
-from fulldepth.skip.plan import ENTRY, decided, hashes_of_rows, overlap
+from fulldepth.skip.plan import ENTRY, decided, listing, overlap
 from fulldepth.skip.search import search
 from skip import plain
 from skip.planned import plan
@@ -36,7 +36,7 @@ def model():
     ],
 )
 def test_rows_are_known_by_their_tokens(model, rows, said):
-    data = {"hash": "sha256:" + "0" * 64, ENTRY: hashes_of_rows(OURS)}
+    data = {"hash": "sha256:" + "0" * 64, **listing(OURS)}
     assert overlap(plan(model, [1], values=None, data=data, search="greedy"), plain.held_out(rows)) == said
     assert overlap(plan(model, [1], values=None, data=data, search="random"), plain.held_out(rows)) is None
 

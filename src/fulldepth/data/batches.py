@@ -38,6 +38,8 @@ class Example:
     """What the encoder of an encoder-decoder reads, whose decoder reads the example; else None."""
     class_index: int = IGNORE
     """Class of the sequence, -100 if unknown."""
+    cut_from: int | None = None
+    """Hash of the document that a window of text was cut from; None if the example is no part of a longer text."""
 
     @classmethod
     def of(cls, ids: Sequence[int], start: int = 0, stop: int = 0, **entries: object) -> Example:

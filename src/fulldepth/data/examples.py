@@ -261,5 +261,8 @@ def _read(
     )  # the end of a document is a shorter window, dropped if it is a single token
     if not drawn.windows:
         raise FulldepthError(f"{opened.name} has nothing to predict: each of its documents is blank or a single token.")
-    examples = [Example.of(cut.ids, 1, len(cut.ids), document=cut.document) for cut in drawn.windows]
+    examples = [
+        Example.of(cut.ids, 1, len(cut.ids), document=cut.document, cut_from=documents[cut.document][0])
+        for cut in drawn.windows
+    ]
     return _Part(opened.name, TEXT, unit, examples, warnings, sources)

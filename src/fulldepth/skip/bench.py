@@ -78,7 +78,7 @@ from fulldepth.settings import command_line
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.skip.exports.export import NOTES, load, read_notes
-from fulldepth.skip.plan import Plan, healed_rows, overlap, row_of
+from fulldepth.skip.plan import Plan, healed_rows, is_listed, overlap, share_of_rows
 from fulldepth.skip.problem import read_data
 from fulldepth.skip.timed import Cell, ComparedModel, TableRow, Timings, bench_document, with_fitting_contexts
 from fulldepth.skip.under_load import bench_under_load
@@ -302,16 +302,18 @@ def _reading_of_plan(settings: BenchSettings, entries: Sequence[BenchedModel]) -
 
 
 def _unseen(entries: Sequence[BenchedModel], examples: Examples) -> Examples:
-    """The examples without the held-out rows that healed one of the models, and with a warning about them.
+    """The examples without the held-out rows that healed one of the models, or are of a document that did, and with a
+    warning about them.
 
     Raises:
         FulldepthError: if no row is left.
     """
     seen = {row for entry in entries if entry.plan for row in healed_rows(Plan.of(entry.plan))}
-    unseen = [example for example in examples.heldout if row_of(example) not in seen]
+    unseen = [example for example in examples.heldout if not is_listed(example, seen)]
     if len(unseen) == len(examples.heldout):
         return examples
-    warning = f"{len(examples.heldout) - len(unseen)} of {len(examples.heldout)} held-out rows healed one of the models"
+    known = [example for example in examples.heldout if is_listed(example, seen)]
+    warning = f"{share_of_rows(known, examples.heldout, seen)} healed one of the models"
     if not unseen:
         raise FulldepthError(f"{warning}. Give other held-out data.")
     warnings = [*examples.meta.get("warnings", []), f"{warning}, and are left out."]

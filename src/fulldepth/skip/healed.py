@@ -50,7 +50,7 @@ from fulldepth.skip.exports.formats import FORMATS
 from fulldepth.skip.least_squares import Healing, format_for
 from fulldepth.skip.own_text import FILE as OWN_TEXT
 from fulldepth.skip.own_text import NOTES as OWN_NOTES
-from fulldepth.skip.plan import HEALED, UNHEALED, Plan, differences, hashes_of_rows, in_sample
+from fulldepth.skip.plan import HEALED, UNHEALED, Plan, differences, in_sample, listing
 from fulldepth.skip.tasks import CONTROL, ORIGINAL, TaskComparison
 from fulldepth.subject import open_checkpoint
 
@@ -145,7 +145,7 @@ def save_healed(
             for stored in (work / OWN_TEXT, work / OWN_NOTES):
                 if stored.exists():
                     shutil.copy(stored, folder)
-        seen = plan.changed(data={**plan.data, HEALED: hashes_of_rows(healing.examples.train)})
+        seen = plan.changed(data={**plan.data, **listing(healing.examples.train, HEALED)})
         notes |= {"plan": seen.document(), "notes": [*notes["notes"], "Healed: see report.html in this folder."]}
         write_text(folder / NOTES, json.dumps(notes, indent=1, ensure_ascii=False) + "\n")
         facts = (notes["logit_error"], notes["parameters"], notes["notes"])

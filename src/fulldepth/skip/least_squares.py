@@ -61,7 +61,7 @@ from fulldepth.skip.exports.fold import fold, probes
 from fulldepth.skip.exports.formats import FORMATS, as_stock, check_format, known_format
 from fulldepth.skip.exports.formats.gguf import Gguf
 from fulldepth.skip.own_text import names_own, with_own_text
-from fulldepth.skip.plan import UNHEALED, Plan, decided, listed_rows, row_of
+from fulldepth.skip.plan import UNHEALED, Plan, decided, document_of, is_listed, listed_rows, row_of, share_of_rows
 from fulldepth.skip.problem import read_data
 from fulldepth.subject import Subject, chosen_tokenizer
 
@@ -287,7 +287,7 @@ def split_rows(
     plan: Plan, examples: Examples, separate: bool, seed: int
 ) -> tuple[list[Example], list[Example], list[Example]]:
     """Rows to fit weights on, to choose ridges by, and to measure on; a row that is measured is in no other part, also
-    where the data hold it twice.
+    where the data hold it twice, and of no document of which a part chose the blocks.
 
     Args:
         plan: lists the rows that chose its blocks.
@@ -306,16 +306,15 @@ def split_rows(
     if separate:
         check_unseen(plan, unseen)
     known = listed_rows(plan)
-    chose = len(unseen)
-    unseen = [example for example in unseen if row_of(example) not in known]
-    chose -= len(unseen)
-    measured = {row_of(example) for example in unseen}
-    rest, choosing = ([e for e in rows if row_of(e) not in measured] for rows in (rest, choosing))
+    chose = {example.document for example in unseen if is_listed(example, known)}
+    unseen = [example for example in unseen if not is_listed(example, known)]
+    measured = {name for example in unseen for name in (row_of(example), document_of(example)) if name is not None}
+    rest, choosing = ([e for e in rows if not is_listed(e, measured)] for rows in (rest, choosing))
     for rows, use in ((rest, "fit weights on"), (choosing, "choose ridges by"), (unseen, "measure healing on")):
         if not any(example.predicted for example in rows):
             raise FulldepthError(
                 f"The data leave no rows to {use}: there are {len(documents)} {units(examples.meta)} besides the "
-                f"held-out ones{f', and {chose} of them chose the blocks' if chose else ''}. Give more data, or "
+                f"held-out ones{f', and {len(chose)} of them chose the blocks' if chose else ''}. Give more data, or "
                 "--heldout."
             )
     return rest, choosing, unseen
@@ -328,11 +327,11 @@ def check_unseen(plan: Plan, heldout: Sequence[Example]) -> None:
         FulldepthError: if one did.
     """
     known = listed_rows(plan)
-    shared = sum(row_of(example) in known for example in heldout)
+    shared = [example for example in heldout if is_listed(example, known)]
     decision = decided(plan)
     if shared and decision:
         raise FulldepthError(
-            f"{shared} of {len(heldout)} held-out rows also {decision}; healing is measured on others. Give other "
+            f"{share_of_rows(shared, heldout, known)} also {decision}; healing is measured on others. Give other "
             "held-out data, or none: rows of the data are kept apart then."
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, Required, get_args
@@ -47,6 +47,8 @@ Factors = dict[LayerKey, dict[Literal["b_att", "s_att", "b_mlp", "s_mlp"], Facto
 ENTRY = "heldout_rows"
 HEALED = "healed_rows"
 """Entries of a plan's data: 16 hexadecimal digits for each distinct row, a hash of its token ids."""
+DOCUMENTS = {ENTRY: "heldout_documents", HEALED: "healed_documents"}
+"""Entry of rows -> that of the documents from which they were cut: text is cut elsewhere for another number of rows."""
 DIGITS = 16
 RowHashes = Annotated[str, Field(pattern=r"^[0-9a-f]*$")]
 UNSEEING = ("given", "random", "last")
@@ -73,9 +75,11 @@ class PlannedData(TypedDict, total=False):
     warnings: list[str]
     """Of reading them."""
     heldout_rows: RowHashes
-    """Hashes of the held-out examples (`hashes_of_rows`)."""
+    heldout_documents: RowHashes
+    """Hashes of the held-out examples, and of the documents that they were cut from (`listing`)."""
     healed_rows: RowHashes
-    """In the folder of a healed model: hashes of the examples that weights were fitted on, and that chose ridges."""
+    healed_documents: RowHashes
+    """In the folder of a healed model: those of the examples that weights were fitted on, and that chose ridges."""
 
 
 @pydantic.with_config(extra="allow")
@@ -397,19 +401,18 @@ def overlap(plan: Plan, examples: Examples) -> str | None:
     """The sentence for losses of a plan's model on the held-out rows of `examples`; None if none of them decided it."""
     decision = decided(plan)
     sentence = in_sample(plan)
-    rows = [row_of(example) for example in examples.heldout]
     if decision is None or plan.data["hash"] == examples.meta.get("hash"):
         return sentence
-    known = listed_rows(plan)
     if ENTRY not in plan.data:
         return f"It is not known whether the held-out rows also {decision}: the plan does not list its rows."
-    shared = sum(row in known for row in rows)
-    if shared == len(rows):
+    known = listed_rows(plan)
+    shared = [example for example in examples.heldout if is_listed(example, known)]
+    if len(shared) == len(examples.heldout):
         return sentence
     if shared:
-        return f"{shared} of {len(rows)} held-out rows also {decision}."
+        return f"{share_of_rows(shared, examples.heldout, known)} also {decision}."
     lengths = [data.get("sequence_length") for data in (plan.data, examples.meta)]
-    if lengths[0] == lengths[1] or None in lengths:  # pairs of any length are not cut
+    if DOCUMENTS[ENTRY] in plan.data or lengths[0] == lengths[1] or None in lengths:  # pairs of any length are not cut
         return None
     return (
         f"It is not known whether the held-out rows also {decision}: rows of {lengths[0]} tokens did, and these are "
@@ -423,16 +426,36 @@ def healed_rows(plan: Plan) -> set[str]:
 
 
 def listed_rows(plan: Plan, entry: str = ENTRY) -> set[str]:
-    """Hashes of the rows that a plan was made with (`row_of`); none if it does not list them."""
-    listed = str(plan.data.get(entry, ""))
+    """Hashes of the rows that a plan was made with, and of their documents; none if it does not list them."""
+    listed = "".join(str(plan.data.get(name, "")) for name in (entry, DOCUMENTS[entry]))
     return {listed[start : start + DIGITS] for start in range(0, len(listed), DIGITS)}
 
 
-def hashes_of_rows(examples: Iterable[Example]) -> str:
-    """The entry `heldout_rows` of a plan: sorted hashes of the distinct rows, without separators."""
-    return "".join(sorted({row_of(example) for example in examples}))
+def listing(examples: Sequence[Example], entry: str = ENTRY) -> dict[str, str]:
+    """Entries of a plan's data that list rows and their documents: sorted hashes without separators."""
+    documents = {document for example in examples if (document := document_of(example)) is not None}
+    return {
+        entry: "".join(sorted({row_of(example) for example in examples})),
+        DOCUMENTS[entry]: "".join(sorted(documents)),
+    }
+
+
+def is_listed(example: Example, known: Collection[str]) -> bool:
+    """Whether the row, or the document that it was cut from, is one of `listed_rows`."""
+    return row_of(example) in known or document_of(example) in known
+
+
+def share_of_rows(shared: Sequence[Example], rows: Sequence[Example], known: Collection[str]) -> str:
+    """The subject of a sentence on the rows that are listed: `3 of 13 held-out rows`."""
+    subject = f"{len(shared)} of {len(rows)} held-out rows"
+    return subject if all(row_of(row) in known for row in shared) else f"{subject}, or others of their documents,"
 
 
 def row_of(example: Example) -> str:
     """Hash of a row's token ids."""
     return f"{identity(example.input_ids.numpy().astype('<i8').tobytes()):0{DIGITS}x}"
+
+
+def document_of(example: Example) -> str | None:
+    """Hash of the text of the document that a row was cut from; None if the row is no part of a longer text."""
+    return None if example.cut_from is None else f"{example.cut_from:0{DIGITS}x}"

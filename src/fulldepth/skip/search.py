@@ -30,7 +30,7 @@ from fulldepth.skip.goal import Goal, goal_of, time_shares
 from fulldepth.skip.loss_cache import PROGRESS, LossCache
 from fulldepth.skip.outcome import KIND, search_results
 from fulldepth.skip.own_text import names_own, with_own_text
-from fulldepth.skip.plan import ENTRY, FILE, SCHEMA_VERSION, Factors, Loss, Plan, hashes_of_rows, name_of
+from fulldepth.skip.plan import FILE, SCHEMA_VERSION, Factors, Loss, Plan, listing, name_of
 from fulldepth.skip.problem import SearchProblem, open_for_search, stand_in
 from fulldepth.skip.rankings import rank_blocks
 from fulldepth.skip.responses import FILE as RESPONSES
@@ -220,7 +220,7 @@ def search_with(
             "scalars": healed["scalars"] if healed else {},
             "data": {
                 **problem.examples.meta,
-                ENTRY: hashes_of_rows(problem.examples.heldout),
+                **listing(problem.examples.heldout),
                 **({"tokenizer": settings.tokenizer} if settings.tokenizer else {}),
                 **({"responses": dict(responses)} if responses else {}),
             },
