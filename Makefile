@@ -58,6 +58,7 @@ lint: .venv/.dev ## Check style, types and the layout of the source
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/mypy experiments  # apart: it has a run.py, as benchmarks/ has
 	$(PYTEST) tests/test_layout.py
 
 wheel: .venv/.package ## Build the wheel, install it into a folder of its own, and run it from another folder

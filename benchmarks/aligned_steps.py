@@ -50,7 +50,7 @@ class Stepper:
             num_attention_heads=options.heads,
             image_size=options.pixels,
             patch_size=options.patch,
-            num_labels=options.classes,
+            num_labels=options.classes,  # type: ignore[call-arg]
         )
         self.model = ViTForImageClassification(config).train().to(options.device)
         if method == "multi-exit":

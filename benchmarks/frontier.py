@@ -235,7 +235,7 @@ class Subject:
         assert branch is not None
         places = {"added": branch, "stream": self.anatomy.blocks[host - 1], "wanted": self.anatomy.blocks[end - 1]}
         hooks = [module.register_forward_hook(keep(name)) for name, module in places.items()]
-        gram, cross = 0.0, 0.0
+        gram = cross = torch.zeros((), dtype=torch.float64)
         for row in self.fit:
             self.anatomy.body(input_ids=row.input_ids[None].to(self.model.device))
             gram = gram + seen["added"].T @ seen["added"]

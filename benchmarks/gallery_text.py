@@ -81,7 +81,7 @@ def row(title: str, text: str, shown: Mapping[str, Any]) -> str:
     digits = {"last_layer_displacement": 4, "mean_coherence": 4}
     cells = [f"{title}, {shown['layers']}", text]
     for name in COLUMNS:
-        cells.append(_with_error(*shown[name], digits.get(name, 2)) if name in shown else "-")
+        cells.append(_with_error(*shown[name], digits=digits.get(name, 2)) if name in shown else "-")
     cells.insert(6, f"{shown['median']:.3f}")
     for name in STEPS:
         value, low, high = shown.get(name, (None, None, None))
@@ -179,7 +179,7 @@ def causes(stored_causes: Mapping[str, Any]) -> str:
         added = {int(layer): values for layer, values in known["effects"]["loss_added"].items()}
         order = sorted(added, key=lambda layer, added=added: -added[layer][0])
         most, least = (
-            ", ".join(f"layer {layer}: {_with_error(*added[layer], 3)}" for layer in layers)
+            ", ".join(f"layer {layer}: {_with_error(*added[layer], digits=3)}" for layer in layers)
             for layers in (order[:3], order[:-4:-1])
         )
         gain = _with_error(100 * known["gain"][0], 100 * known["gain"][1], 1)

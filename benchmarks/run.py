@@ -173,7 +173,7 @@ def main() -> None:
         what = arguments.only.split(",")
         costs.table(arguments.model, arguments.tokens, arguments.threads, what, processor=arguments.processor)
     elif arguments.peak:
-        peak(*arguments.peak, 32)
+        peak(*arguments.peak, count=32)
     else:
         tables(arguments.sequences, arguments.repeats)
 

@@ -115,7 +115,7 @@ def rows(model: PreTrainedModel, examples: Examples, blocks: Sequence[int]) -> I
             start = time.perf_counter()
             plan = search(model, examples, number, search=name, fit=False, batch_size=BATCH)
             seconds = time.perf_counter() - start
-            share = plan.cost["share_of_plain"]
+            share = plan.document()["cost"]["share_of_plain"]
             assert isinstance(share, float)
             unsure = plan.cost["unsure_rounds"] or "-"
             same = "yes" if plan.blocks == loop.picks else "same set" if set(plan.blocks) == set(loop.picks) else "no"

@@ -59,7 +59,7 @@ def main(model: str | PreTrainedModel, plan: str | Plan, data: Any, heldout: Any
     quantised = int8(original)
     second = search(quantised, examples, settings=settings)
     held = units(examples.meta)
-    losses = None
+    losses: HeldoutLosses | None = None
     for name, one, used in (
         ("original", original, None),
         ("skipped", original, plan),
@@ -78,6 +78,7 @@ def main(model: str | PreTrainedModel, plan: str | Plan, data: Any, heldout: Any
             "" if one is original and not used else f", {difference_in_words(losses.added(name), 'the original', held)}"
         )
         print(f"{name} {list(removed)}: {losses.mean(name):.4f} nats{change}")
+    assert losses is not None
     order = losses.added("quantised, then skipped", "skipped, then quantised")
     print(f"Quantising first: {difference_in_words(order, 'quantising last', held)}.")
     return losses, second

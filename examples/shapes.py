@@ -10,6 +10,7 @@ writes `shapes/instances_train.json` (4,000 images of 64 pixels a side, in `shap
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -72,7 +73,8 @@ def write(folder: str | Path, split: str, side: int, count: int) -> Path:
     """Write `count` images of a split as PNG files below the folder; returns their `instances_SPLIT.json`."""
     folder = Path(folder)
     (folder / split).mkdir(parents=True, exist_ok=True)
-    images, annotations = [], []
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
     for number in range(1, count + 1):
         image, classes, boxes = draw(split, side, number - 1)
         name = f"{number:06d}.png"
