@@ -82,15 +82,20 @@ def test_the_sentences_on_parts_that_tasks_chose_are_those_of_the_stored_runs():
 
     nine, first = scores("rows of the tasks", 0)
     eight, second = scores("rows of the tasks", 1)
+    third_parts, third = scores("rows of the tasks", 2)
     _, control = scores("control on rows of the tasks", 0)
     _, chat = scores("own chat", 0)
     assert (len(nine), len(eight)) == (9, 8)
     assert {*eight} < {*nine}
-    assert "The eight are among the nine." in page
-    assert all(abs(gap) < 2 * error or gap > 0 for gap, error in [*first, *second])
-    text = ["{:+.3f} ± {:.3f}".format(*one) for one in [*first, *second]]
+    assert [sum(name.startswith(part) for name in third_parts) for part in ("attention", "mlp", "layer")] == [6, 2, 1]
+    assert all(abs(gap) < 2 * error or gap > 0 for gap, error in [*first, *second, *third[1:]])
+    original = next(line["tasks"]["lambada_local"]["original"] for line in lines if line["seed"] == 2)
+    assert third[0][0] + 2 * third[0][1] < 0
+    assert 0.25 < -third[0][0] / original < 0.3
+    text = ["{:+.3f} ± {:.3f}".format(*one) for one in [*first, *second, *third]]
     assert f"without nine attentions LAMBADA changes by {text[0]}, ARC-easy by {text[1]}, PIQA by {text[2]}" in page
-    assert f"without eight by {text[3]}, {text[4]} and {text[5]}" in page
+    assert f"without eight of these nine by {text[3]}, {text[4]} and {text[5]}" in page
+    assert f"a whole layer beside six attentions: {text[6]}, {text[7]} and {text[8]}" in page
     gains = ["{:.3f} ± {:.3f}".format(*one) for one in control[:2]]
     assert f"gains {gains[0]} of LAMBADA and {gains[1]} of ARC-easy, and nothing measurable of PIQA" in page
     assert abs(control[2][0]) < 2 * control[2][1]
