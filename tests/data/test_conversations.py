@@ -86,6 +86,8 @@ def test_bad_input(data, message):
 def test_a_chat_needs_a_chat_template(plain):
     with refused("tokenizer has no chat template"):
         conversations([{"messages": CHAT}], plain)
+    with refused("row 2 holds a chat, but the tokenizer has no chat template"):
+        conversations([{"prompt": "a", "response": "b"}, {"prompt": CHAT[:1], "response": CHAT[1:2]}], plain)
 
 
 @pytest.mark.slow

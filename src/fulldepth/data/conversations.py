@@ -123,7 +123,7 @@ def read_conversations(rows: Rows, tokenizer: Any = None, *, chat: bool = True) 
     """
     columns = None
     for where, row in rows:
-        columns = columns or _columns(row, where, tokenizer)
+        columns = columns or _columns(row, where)
         prompt = _prompt(row, where, columns, tokenizer, chat)
         response = columns[1]
         if response is None:
@@ -154,7 +154,7 @@ def conversation_prompts(rows: Rows, tokenizer: Any, *, chat: bool = True) -> It
     """
     columns = None
     for where, row in rows:
-        columns = columns or _columns(row, where, tokenizer, answered=False)
+        columns = columns or _columns(row, where, answered=False)
         prompt = _prompt(row, where, columns, tokenizer, chat)
         if isinstance(prompt, str):
             prompt = _separated(prompt)
@@ -163,19 +163,13 @@ def conversation_prompts(rows: Rows, tokenizer: Any, *, chat: bool = True) -> It
         yield where, prompt
 
 
-def _columns(row: Mapping[str, Any], where: str, tokenizer: Any, *, answered: bool = True) -> tuple[str, str | None]:
+def _columns(row: Mapping[str, Any], where: str, *, answered: bool = True) -> tuple[str, str | None]:
     """Columns of prompts and, if `answered`, of responses; of whole chats, and None."""
     kinds: list[tuple[str, str | None]] = [*((column, None) for column in CHAT_COLUMNS), *PROMPT_COLUMNS]
     columns = next((c for c in kinds if c[0] in row and (not answered or c[1] is None or c[1] in row)), None)
     if columns is None:
         lacking = "columns of conversations" if answered else "column of prompts"
         raise FulldepthError(f"{where} has no {lacking}. Got: {names_of(row)}. Expected: {EXPECTED}.")
-    is_chat = columns[1] is None or isinstance(row[columns[0]], list)
-    if is_chat and tokenizer is not None and not tokenizer.chat_template:
-        raise FulldepthError(
-            f"{where} holds a chat, but the tokenizer has no chat template. Use the tokenizer of a chat model, set "
-            "its chat_template, or give prompts and responses as plain text."
-        )
     return columns
 
 
@@ -188,6 +182,11 @@ def _prompt(row: Mapping[str, Any], where: str, columns: tuple[str, str | None],
     column, response = columns
     require_columns(row, [column], where)
     if response is None or isinstance(row[column], list):
+        if tokenizer is not None and not tokenizer.chat_template:
+            raise FulldepthError(
+                f"{where} holds a chat, but the tokenizer has no chat template. Use the tokenizer of a chat model, set "
+                "its chat_template, or give prompts and responses as plain text."
+            )
         return _messages(row, where, column)
     prompt = text_value(row[column], f"{where}, {column!r}")
     if columns == ("instruction", "output") and row.get("input"):  # Alpaca
