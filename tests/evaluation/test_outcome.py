@@ -7,9 +7,10 @@ from time import process_time
 import numpy as np
 import pytest
 
+from data.conftest import jsonl
 from fulldepth.core.uncertainty import quantile
 from fulldepth.evaluation.outcome import curves, findings, task_entries
-from fulldepth.evaluation.scoring import Score, Scored, _guesses, _none_right
+from fulldepth.evaluation.scoring import Score, Scored, _add_guesses, _guesses, _none_right
 
 
 def scored(layers, guess=0.25, unpaired=False):
@@ -100,3 +101,54 @@ def test_an_answer_is_right_by_any_filter(flexible, warnings):
     found = _none_right("gsm8k_local", samples, ["exact_match"])
     assert len(found) == warnings
     assert all(line.startswith("None of the 4 answers of gsm8k_local is right") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("gold", "choices", "metrics", "constant"),
+    [
+        ("gold", "choices", ["acc"], None),
+        ("several", "choices", ["acc"], None),
+        ("gold", "choices", ["acc", "acc_mutual_info"], None),
+        (0, "choices", ["acc"], None),  # the right choice stands first, as in TruthfulQA
+        ("mostly_no", ["no", "yes", "maybe"], ["acc"], "no"),
+    ],
+)
+def test_the_accuracy_of_a_guess_is_that_of_lm_evals_own_scores(gold, choices, metrics, constant, tmp_path):
+    """lm-eval marks random likelihoods, or likelihoods that always favour one text."""
+    api = pytest.importorskip("lm_eval.api.task")
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "question": f"Question {at}?",
+            "choices": [f"{word} {at}" for word in "abcd"],
+            "gold": int(rng.integers(4)),
+            "several": sorted(rng.permutation(4)[:3].tolist()),
+            "mostly_no": int(at % 10 == 0),
+        }
+        for at in range(60)
+    ]
+    config = {
+        "task": "guessed",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(jsonl(tmp_path / "rows.jsonl", *rows))}},
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "doc_to_text": "question",
+        "doc_to_target": gold,
+        "doc_to_choice": choices,
+        "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in metrics],
+    }
+    task = api.ConfigurableTask(config=config)
+    task.build_all_requests(rank=0, world_size=1)
+    samples = [{"doc_id": at, "doc": doc, "target": task.doc_to_target(doc)} for at, doc in enumerate(task.eval_docs)]
+    result = Scored()
+    _add_guesses(result, "t", task, samples)
+    marks = []
+    for sample in samples:
+        texts = task.doc_to_choice(sample["doc"])
+        requests = len(texts) * (1 + ("acc_mutual_info" in metrics))
+        for _ in range(1 if constant else 200):
+            likelihoods = [float(text == constant) for text in texts] if constant else rng.random(requests)
+            answered = task.process_results(sample["doc"], [(value, False) for value in likelihoods])
+            marks.append(answered["acc"])
+    assert result.chance["t"] == pytest.approx(np.mean(marks), abs=0 if constant else 0.015)

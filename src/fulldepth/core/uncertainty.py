@@ -10,7 +10,11 @@ All errors are functions of **influences**, the share that each group has in the
 
 Influences of two estimates on the same clusters subtract, which gives the error of a paired difference.
 
-Source: Cochran, "Sampling Techniques" (1977), 6.3 (ratio estimator); Miller, "Adding Error Bars to Evals" (2024).
+Where few clusters hold most of the weight, the error of a ratio is too small: the interval takes Student's t for the
+`effective` number of clusters.
+
+Source: Cochran, "Sampling Techniques" (1977), 6.3 (ratio estimator); Kish, "Survey Sampling" (1965), 8.2 and 11.7
+(effective number); Miller, "Adding Error Bars to Evals" (2024).
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ DRAWS = 1000
 """Draws of a bootstrap."""
 SIGNIFICANT = 2.0
 """Standard errors that a difference must exceed to be called measurable."""
+MOST_ERRORS = 1e9
+"""Largest quantile that is given: it is infinite for one effective cluster."""
 ROUNDING = 1e-12
 """Ratio to their mean below which a standard deviation of differences is rounding alone."""
 FEWEST_ROUNDS = 9
@@ -142,9 +148,31 @@ def ratio_error(sums: ArrayLike, weights: ArrayLike) -> Array:
     return error_of(ratio_influence(sums, weights))
 
 
-def quantile(groups: int, share: float = 0.975) -> float:
-    """Standard errors from the estimate to the end of its 95 % interval: Student's t with `groups - 1` degrees."""
-    return float(scipy.special.stdtrit(groups - 1, share)) if groups > 1 else float("nan")
+def effective(weights: ArrayLike) -> float:
+    r"""The effective number of clusters: of equal ones whose mean has the variance of this weighted mean.
+
+    .. math:: G_\text{eff} = \frac{(\sum_g w_g)^2}{\sum_g w_g^2}
+
+    between 1 and the number of clusters with weight; 0 without weight.
+
+    Args:
+        weights: of clusters or of their groups, `[G]`.
+    """
+    w = np.asarray(weights, dtype=np.float64)
+    squares = float(w @ w)
+    return float(w.sum()) ** 2 / squares if squares else 0.0
+
+
+def quantile(groups: float, share: float = 0.975) -> float:
+    """Standard errors from the estimate to the end of its 95 % interval: Student's t with `groups - 1` degrees.
+
+    Args:
+        groups: G, or the `effective` number where weights differ.
+        share: probability below the end.
+    """
+    if groups <= 1:
+        return float("nan")
+    return min(float(scipy.special.stdtrit(groups - 1, share)), MOST_ERRORS)
 
 
 def bootstrap(statistic: Callable[..., Any], *sums: Array, draws: int = DRAWS) -> tuple[Array, Array] | None:
@@ -188,12 +216,12 @@ def crossing(sums: ArrayLike, weights: ArrayLike) -> tuple[int, int] | None:
     Source: Woodruff, "Confidence intervals for medians and other position measures" (1952).
     """
     s = np.asarray(sums, np.float64)
-    w = np.asarray(weights, np.float64)[:, None]
-    error = error_of(ratio_influence(s, w))
+    w = np.asarray(weights, np.float64)
+    error = error_of(ratio_influence(s, w[:, None]))
     if not np.isfinite(error).all():
         return None
     mean = s.sum(0) / w.sum()
-    far = quantile(int((w > 0).sum())) * error
+    far = quantile(effective(w)) * error
     low, high = (np.append(np.flatnonzero(bound <= 0), s.shape[1] - 1)[0] for bound in (mean - far, mean + far))
     return int(low), int(high)
 
@@ -289,7 +317,7 @@ def advisable(lead: float | None, error: float | None) -> bool:
     return lead is not None and error is not None and lead > SIGNIFICANT * error
 
 
-def share_interval(difference: float, error: float, groups: int, samples: int) -> tuple[float, float]:
+def share_interval(difference: float, error: float, groups: float, samples: int) -> tuple[float, float]:
     r"""95 % interval of a difference of two shares of the same samples, such as a drop of accuracy.
 
     .. math:: d \pm t_{G - 1} \sqrt{\mathrm{SE}^2 + 1 / n^2}
@@ -352,6 +380,12 @@ class Difference(NamedTuple):
     """Number of documents of these sequences."""
     largest: float
     """Largest departure of a document's summed difference from `mean`, in nats."""
+    effective: float | None = None
+    """Effective number of documents, by their tokens; None = all weigh the same."""
+
+    def quantile(self, share: float = 0.975) -> float:
+        """Standard errors to the end of an interval: `quantile` of the effective number of documents."""
+        return quantile(self.documents if self.effective is None else self.effective, share)
 
     @property
     def reach(self) -> float:
@@ -361,7 +395,7 @@ class Difference(NamedTuple):
         """
         if math.isinf(self.standard_error):
             return math.inf
-        return self.standard_error * max(SIGNIFICANT, quantile(self.documents))
+        return self.standard_error * max(SIGNIFICANT, self.quantile())
 
     @property
     def in_errors(self) -> float:
@@ -399,4 +433,5 @@ def mean_difference(gap: Array, tokens: Array, documents: ArrayLike, population:
     unseen = 1 - len(gap) / population
     error = standard_error * math.sqrt(unseen) if unseen > 0 else 0.0
     largest = float(np.abs(sums - mean * weights).max(initial=0.0))
-    return Difference(mean, error, standard_error, len(gap), int((weights > 0).sum()), largest)
+    number = int((weights > 0).sum())
+    return Difference(mean, error, standard_error, len(gap), number, largest, effective(weights))

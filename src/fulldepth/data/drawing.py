@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fulldepth.core.errors import FulldepthError
-from fulldepth.core.uncertainty import distinct, identity, ranks, sample
+from fulldepth.core.uncertainty import distinct, effective, identity, ranks, sample
 from fulldepth.data.opening import Order
 from fulldepth.data.tokens import Frame, leading_ids
 
@@ -29,6 +29,8 @@ BLOCK = 4096
 FEWEST_DOCUMENTS = 3
 FEWEST_BLOCKS = 8
 """Fewest clusters of either kind from which an error is stated."""
+FEWEST_EFFECTIVE = 2
+"""Fewest effective documents that are clusters."""
 NOTHING = Frame()
 """No special tokens."""
 
@@ -297,20 +299,38 @@ def first_windows(
 def block_clusters(windows: Sequence[Window], identities: Sequence[int]) -> tuple[list[int], str, str | None]:
     """Cluster of each window, what a cluster is, and why no error can be stated, if none can.
 
-    The document is the cluster where windows come from at least 3 documents; else blocks of at least `BLOCK` tokens of
-    a document, of which at least 8 must hold windows.
+    The document is the cluster where windows come from at least 3 documents, and these are worth at least 2 of equal
+    length (`uncertainty.effective`): short documents beside a long one do not say how long ones differ. Else the
+    clusters are blocks of at least `BLOCK` tokens of a document, of which at least 8 must hold windows.
     """
     clusters = [identities[window.document] for window in windows]
-    if len(set(clusters)) >= FEWEST_DOCUMENTS:
+    dominant = dominance(clusters, [len(window.ids) for window in windows], "document")
+    documents = len(set(clusters))
+    if documents >= FEWEST_DOCUMENTS and dominant is None:
         return clusters, "document", None
     blocks = [identity(identities[window.document], window.block) for window in windows]
     if len(set(blocks)) >= FEWEST_BLOCKS:
         return blocks, f"block of {BLOCK:,} tokens", None
-    documents = len(set(clusters))
     passages = len(set(blocks))
     reason = (
         f"the text is {documents} document{'s' * (documents > 1)} with windows in {passages} "
-        f"block{'s' * (passages > 1)} of {BLOCK:,} tokens; an error needs {FEWEST_DOCUMENTS} documents or "
-        f"{FEWEST_BLOCKS} blocks"
+        f"block{'s' * (passages > 1)} of {BLOCK:,} tokens{f', and {dominant}' if dominant else ''}; an error needs "
+        f"{FEWEST_DOCUMENTS} documents or {FEWEST_BLOCKS} blocks"
     )
     return [identities[windows[0].document]] * len(windows), f"block of {BLOCK:,} tokens", reason
+
+
+def dominance(clusters: Sequence[int], lengths: Sequence[int], unit: str) -> str | None:
+    """The clause on a cluster with so many of the tokens that no error can be stated; None if there is none, or there
+    are too few clusters anyway.
+
+    Args:
+        clusters: of each sequence.
+        lengths: tokens of each sequence.
+        unit: what a cluster is.
+    """
+    _, number = np.unique(np.array(clusters, np.uint64), return_inverse=True)
+    tokens = np.bincount(number, lengths)
+    if len(tokens) < FEWEST_DOCUMENTS or effective(tokens) >= FEWEST_EFFECTIVE:
+        return None
+    return f"one {unit} of {len(tokens)} holds {tokens.max() / tokens.sum():.0%} of the tokens"

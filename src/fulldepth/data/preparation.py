@@ -23,7 +23,7 @@ from fulldepth.data.batches import (
 )
 from fulldepth.data.columns import CONVERSATIONS
 from fulldepth.data.conversations import Score, empty_warning, read_conversations, response_examples
-from fulldepth.data.drawing import block_clusters, cut_windows, room_taken
+from fulldepth.data.drawing import block_clusters, cut_windows, dominance, room_taken
 from fulldepth.data.opening import Order
 from fulldepth.data.records import ConversationRecord, ImageRecord, TextRecord
 from fulldepth.data.sources import SKIP, Source, choose, content_identities, identities
@@ -225,6 +225,8 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
             fingerprint.add(id_bytes(example.encoder_ids))
         fingerprint.add(str(example.class_index).encode())
     classified = task == "text-classification"
+    clusters = [example.document for example in examples]
+    lengths = [len(example) for example in examples]
     return Sequences(
         name=source.name,
         kind=kind,
@@ -233,15 +235,15 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         text_hash=source.hash,
         examples=examples,
         collate=partial(collate_texts, examples, pad_id=pad, targets=targets),
-        lengths=[len(example) for example in examples],
+        lengths=lengths,
         num_targets=sum(e.class_index != IGNORE if classified else e.predicted for e in examples),
         num_classes=source.num_classes,
         class_names=source.class_names,
         warnings=warnings,
         no_targets=NO_MASK if task == "masked-lm" and not masks else None,
-        clusters=[example.document for example in examples],
+        clusters=clusters,
         unit=encoded.unit,
-        no_error=encoded.no_error,
+        no_error=encoded.no_error or dominance(clusters, lengths, encoded.unit),
         documents=encoded.documents,
         contents=frozenset(chosen.records[i].content for i in encoded.read or range(len(chosen))),
     )

@@ -179,10 +179,26 @@ def _add_guesses(scored: Scored, name: str, task: Any, rows: Sequence[Mapping[st
         return
     scored.clusters[name] = np.array([identity(str(row.get("doc_hash", row["doc_id"]))) for row in rows], np.int64)
     is_choice = task is not None and task.OUTPUT_TYPE == "multiple_choice"
-    choices = Counter(instance.doc_id for instance in task.instances) if is_choice else {}
-    scored.guesses[name] = _guesses(rows, choices)
-    if is_choice:
-        scored.chance[name] = float(scored.guesses[name].mean())
+    if not is_choice:
+        scored.guesses[name] = _guesses(rows, {})
+        return
+    answered = {row["doc_id"]: _right_choices(task, row["doc"]) for row in rows}
+    rows = [{"doc_id": row["doc_id"], "target": answered[row["doc_id"]][0]} for row in rows]
+    scored.guesses[name] = _guesses(rows, {number: choices for number, (_, choices) in answered.items()})
+    scored.chance[name] = float(scored.guesses[name].mean())
+
+
+def _right_choices(task: Any, doc: Any) -> tuple[frozenset[str], float]:
+    """The right choices of an example as texts, and the number of its choices for each right one.
+
+    Choices are scored without their places, so that a guess may be one text every time, and not one place.
+    """
+    choices = list(task.doc_to_choice(doc))
+    stated = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    named = stated if isinstance(stated, list) else [stated]
+    places = {choices.index(one) if isinstance(one, str) and one in choices else one for one in named}
+    right = {place for place in places if isinstance(place, int) and 0 <= place < len(choices)}
+    return frozenset(str(choices[place]) for place in right), len(choices) / len(right) if right else math.inf
 
 
 def _none_right(task: str, samples: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> list[str]:
@@ -273,16 +289,18 @@ def _examples(samples: Sequence[Mapping[str, Any]], how: str | None = None) -> l
     )
 
 
-def _guesses(rows: Sequence[Mapping[str, Any]], choices: Mapping[int, int]) -> NDArray[np.float64]:
+def _guesses(rows: Sequence[Mapping[str, Any]], choices: Mapping[int, float]) -> NDArray[np.float64]:
     """[N] expected accuracy of a guess: the most frequent answer, or a random choice if that is no worse measurably.
 
     Args:
-        rows: the examples.
-        choices: example -> number of its choices; empty for tasks that are no multiple choice.
+        rows: the examples; `target` is the right answer, or the set of all right ones.
+        choices: example -> number of its choices for each right one; empty for tasks that are no multiple choice.
     """
-    targets = [str(row.get("target")) for row in rows]
-    (frequent, _), *_ = Counter(targets).most_common(1)
-    constant = np.array([target == frequent for target in targets], np.float64)
+    targets = [row.get("target") for row in rows]
+    answers = [target if isinstance(target, frozenset) else frozenset([str(target)]) for target in targets]
+    times = Counter(answer for right in answers for answer in sorted(right))
+    frequent = max(times, key=lambda answer: times[answer], default="")  # of equally frequent ones the first
+    constant = np.array([frequent in right for right in answers], np.float64)
     uniform = np.array([1 / max(1, choices.get(row["doc_id"], 1)) for row in rows])
     more = constant - uniform
     better = not choices or advisable(float(more.mean()), float(ratio_error(more, np.ones(len(more)))))

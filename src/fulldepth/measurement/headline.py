@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 import pandas as pd
 
 from fulldepth.core.number_format import plus_minus, rounded, to_decimals
 from fulldepth.core.thresholds import COPY, NOISE
-from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, measurable, plural
+from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, effective, measurable, plural
 from fulldepth.data.batches import Sequences
 from fulldepth.metrics.jump_rate import describe_jump, growth, size_of_jump
 from fulldepth.metrics.layer_effect import OVER_LAYERS
@@ -32,12 +34,18 @@ class Clusters:
     unit: str = "sequence"
     no_error: str | None = None
     """Reason of the data for stating no standard error."""
+    effective: float = math.inf
+    """The effective number of units, by their tokens."""
 
     @classmethod
     def of(cls, sequences: Sequences) -> Clusters:
         """Count the units of a data set."""
-        number = len(set(sequences.clusters)) or len(sequences)
-        return cls(len(sequences), number, sequences.unit, sequences.no_error)
+        units = sequences.clusters or range(len(sequences))
+        tokens: Counter[int] = Counter()
+        for unit, length in zip(units, sequences.lengths or repeat(1), strict=False):
+            tokens[unit] += max(1, length)
+        alike = effective([*tokens.values()])
+        return cls(len(sequences), len(tokens), sequences.unit, sequences.no_error, alike)
 
     @property
     def no_standard_error(self) -> str | None:

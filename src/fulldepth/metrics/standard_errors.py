@@ -66,8 +66,8 @@ class Mean:
 
     value: float
     error: float | None
-    groups: int = 0
-    """Number of groups of clusters."""
+    groups: float = 0
+    """Number of groups of clusters; the effective number where that is below `uncertainty.FEWEST_DOCUMENTS`."""
     samples: int = 0
 
     @property
@@ -87,8 +87,11 @@ class Mean:
         """
         group = torch.from_numpy(uncertainty.deal(cluster.cpu().numpy()))  # [N]
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.double())
-        error = float(standard_error(influence_of_ratio(sums, group.bincount())))
-        return cls(float(values.double().mean()), error if math.isfinite(error) else None, len(sums), len(values))
+        weights = group.bincount()
+        error = float(standard_error(influence_of_ratio(sums, weights)))
+        alike = uncertainty.effective(weights.numpy())
+        groups = alike if alike < uncertainty.FEWEST_DOCUMENTS else len(sums)
+        return cls(float(values.double().mean()), error if math.isfinite(error) else None, groups, len(values))
 
 
 class Estimate(NamedTuple):

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from fulldepth.core.distributed import Processes, processes
 from fulldepth.core.number_format import plus_minus
 from fulldepth.core.progress import Watcher
-from fulldepth.core.uncertainty import quantile
 from fulldepth.data.examples import units
 from fulldepth.execution.heldout import HeldoutLosses
 from fulldepth.execution.scoring import BASE, predicted
@@ -167,7 +166,7 @@ def _table(plan: Plan, read: Mapping[str, HeldoutLosses], end: Breakpoint) -> pd
             lowest, highest, unit = MEASURES.get(name, (-math.inf, math.inf, "nats"))
             statistics = {"mean": mean.mean}
             if mean.documents >= FEWEST:
-                reach = quantile(mean.documents) * mean.standard_error
+                reach = mean.quantile() * mean.standard_error
                 statistics |= {"low": max(mean.mean - reach, lowest), "high": min(mean.mean + reach, highest)}
             for statistic, value in statistics.items():
                 rows.append((name, "model", layer, None, statistic, value, tokens, unit))

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from fulldepth.core.uncertainty import FEWEST_DOCUMENTS, Difference, mean_difference, quantile
+from fulldepth.core.uncertainty import FEWEST_DOCUMENTS, Difference, mean_difference
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE, LOSS, SCALED
 from fulldepth.skip.goal import REACHED, Goal
@@ -111,7 +111,7 @@ def difference(loss_cache: LossCache, contest: Contest, worse: Variant, better: 
 
 
 def is_worse(gap: Difference, risk: float, least: float, *, any_data: bool = False) -> bool:
-    """Return True if a candidate is worse with an error probability of at most `risk`, by Student's t of G - 1 degrees.
+    """Return True if a candidate is worse with an error probability of at most `risk`, by Student's t.
 
     Args:
         gap: the difference to the better candidate.
@@ -122,7 +122,7 @@ def is_worse(gap: Difference, risk: float, least: float, *, any_data: bool = Fal
     if gap.documents < FEWEST_DOCUMENTS:
         return False
     error = gap.standard_error if any_data else gap.error
-    return gap.mean > least + error * quantile(gap.documents, 1 - risk)
+    return gap.mean > least + error * gap.quantile(1 - risk)
 
 
 def reserve(loss_cache: LossCache, gaps: Collection[Difference], confidence: float, *, any_data: bool = False) -> float:
