@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 
@@ -83,6 +84,11 @@ def test_a_run_with_adapters_and_a_teacher_resumes_to_the_same_bytes(start, reci
     for file in ("model.safetensors", "lora.safetensors", "optimizer.pt"):
         assert (again / "checkpoint-4" / file).read_bytes() == (tmp_path / "whole" / "checkpoint-4" / file).read_bytes()
     shutil.rmtree(again / "checkpoint-4")
+    config = (teacher / "config.json").read_text()
+    (teacher / "config.json").write_text(json.dumps({**json.loads(config), "layer_norm_epsilon": 0.1}))
+    with refused("The teacher differs"):
+        train(chosen, again, resume=True)
+    (teacher / "config.json").write_text(config)
     shutil.copy(again / "checkpoint-2" / "model.safetensors", base / "model.safetensors")
     with refused("The model to start from differs"):
         train(chosen, again, resume=True)
@@ -114,6 +120,10 @@ def test_a_run_from_an_export_keeps_its_class_and_what_was_removed(
     loaded = load_checkpoint(run / "checkpoint-4").model
     assert type(loaded).__name__ == kind
     assert loaded.config.num_hidden_layers == (2 if format == "layer" else 4)
+    exported, further = tmp_path / "exported", tmp_path / "further"
+    export_run(run, exported)
+    train_by(recipe(**RUN, model={"checkpoint": str(exported)}, lora={"rank": rank}), further)
+    assert removed == {name for name, weight in of(further / "checkpoint-4").items() if not weight.any()}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +133,10 @@ def test_a_run_from_an_export_keeps_its_class_and_what_was_removed(
         (["lora.alpha=4"], "lora.rank"),
         (["lora.rank=0"], "lora.rank"),
         (["lora.rank=4", "lora.target_modules=qproj", "model.checkpoint=BASE"], "qproj"),
+        (
+            ["lora.rank=4", "lora.target_modules=q_proj,embed_tokens", "model.checkpoint=BASE"],
+            "class Embedding",
+        ),
         (["lora.rank=4", "model.checkpoint=BASE", "absent"], r"peft: pip install 'fulldepth\[lora\]'"),
         (["objective.distillation.teacher=BASE", "tokenizer=builtin:400"], "teacher .*llama has another vocabulary"),
     ],
@@ -140,3 +154,20 @@ def test_a_dry_run_counts_what_is_trained(start):
     sizes = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]  # of a layer's matrices
     trained = 4 * RANK * sum(map(sum, sizes))
     assert f"{trained:,} parameters are trained" in dry_run_lines(chosen)[0][2]
+
+
+def test_a_tied_head_with_adapters_is_saved_as_a_weight_of_its_own(start, recipe, tmp_path):
+    config = tf.AutoConfig.from_pretrained(start("llama"), tie_word_embeddings=True)
+    model = shaken(tf.AutoModelForCausalLM.from_config(config))
+    shutil.copytree(tmp_path / "llama", tmp_path / "tied")
+    model.save_pretrained(tmp_path / "tied")
+    given = {"model": {"checkpoint": str(tmp_path / "tied")}, "lora": {"rank": RANK, "target_modules": ["lm_head"]}}
+    train_by(recipe(**{**RUN, **given}), tmp_path / "run")
+    last = tmp_path / "run" / "checkpoint-4"
+    adapters, embeddings = load_file(last / "lora.safetensors"), model.model.embed_tokens.weight
+    a, b = (adapters[f"lm_head.lora_{part}.default.weight"].double() for part in "AB")
+    assert_close(of(last)["model.embed_tokens.weight"], embeddings.detach(), rtol=0, atol=0)
+    assert_close(of(last)["lm_head.weight"].double(), embeddings.double() + 2 * b @ a, rtol=0, atol=1e-6)
+    assert json.loads((last / "config.json").read_text())["tie_word_embeddings"] is False
+    loaded = tf.AutoModelForCausalLM.from_pretrained(last)
+    assert_close(loaded.lm_head.weight, of(last)["lm_head.weight"], rtol=0, atol=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersForImageClassification
 
 import tiny_models
 from fulldepth.settings import layer
@@ -55,3 +57,17 @@ def test_a_step_without_gradients_shrinks_what_the_rule_names(name, decay):
         rate = ROUTERS if ".router." in key else RATE
         expected = 1 - rate * DECAY if shrinks(key, name, decay) else 1.0
         assert (parameter == expected).all(), key
+
+
+def test_embeddings_that_are_no_modules_do_not_decay():
+    """DINOv2 with registers has its positions, class, mask and register tokens as plain parameters."""
+    config = Dinov2WithRegistersConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4, num_labels=3
+    )
+    model = Dinov2WithRegistersForImageClassification(config)
+    groups = {group["name"]: group for group in parameter_groups(model, asked("llama", "matrices"))}
+    decaying = {id(parameter) for parameter in groups["decay"]["params"]}
+    found = {name for name, parameter in model.named_parameters() if id(parameter) in decaying}
+    linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)}
+    assert found == {f"{name}.weight" for name in linear}
+    assert groups["no decay"]["weight_decay"] == 0

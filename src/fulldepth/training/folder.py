@@ -57,6 +57,7 @@ from fulldepth.settings import Settings, layer, read
 from fulldepth.settings.keywords import with_progress
 from fulldepth.settings.loading import Amount
 from fulldepth.settings.train import MAY_DIFFER, SETTINGS, TrainSettings
+from fulldepth.training.frozen import REMOVED
 from fulldepth.training.lora import ADAPTERS
 from fulldepth.training.model import TOKEN_IDS
 
@@ -78,6 +79,7 @@ OF_RUNS = (DOCUMENT, TABLE, PAGE, "checkpoint-*", TOKENIZER)
 RECORD = "record.parquet"
 """File in a checkpoint: the rows of the run's results up to its step."""
 NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype", *TOKEN_IDS}
+NO_NUMBERS |= {REMOVED}
 """Entries of `config.json` that have no effect on training, or that the Trainer sets from the tokenizer."""
 NOT_THE_MODEL = (
     SEAL,
@@ -256,12 +258,13 @@ def check_origin(
     arguments: TrainingArguments,
     before: dict[str, str],
     checkpoint: Path | None,
+    teacher: PreTrainedModel | None = None,
 ) -> dict[str, str]:
     """Return a run's origin, and refuse to resume if it differs from that of the checkpoint.
 
     The origin determines a run's numbers besides its settings: hashes of data and configuration, the order of the
-    items, the model that adapters are added to, and the size of the batches if a penalty is a function of it. Every
-    process must call this.
+    items, the model that adapters are added to, the teacher, and the size of the batches if a penalty is a function of
+    it. Every process must call this.
 
     Args:
         settings: the run's settings.
@@ -270,19 +273,21 @@ def check_origin(
         arguments: the Trainer's arguments.
         before: origin in the checkpoint.
         checkpoint: the checkpoint to resume from; None at the start.
+        teacher: the model whose predictions are learned, if there is one.
 
     Raises:
         FulldepthError: in every process, if the origin differs from that of the checkpoint or of the first process.
     """
-    entries = json.loads(model.config.to_json_string(use_diff=True)).items()
-    counted = {name: value for name, value in entries if name not in NO_NUMBERS}
     origin = {
         "training data": data,
         "order of the data": f"{ORDER} {settings.seed}",
-        "model configuration": str(Fingerprint(json.dumps(counted, sort_keys=True))),
+        "model configuration": _configuration_hash(model),
     }
     if settings.lora.rank:  # a checkpoint does not hold these weights
         origin["model to start from"] = model_hash(model)
+    if teacher is not None:
+        origin["teacher"] = str(Fingerprint(f"{_configuration_hash(teacher)} {model_hash(teacher)}"))
+        before = {"teacher": origin["teacher"], **before}  # earlier versions do not state it
     for name in per_batch_terms(settings.objective.terms):
         origin[f"batch of {name}"] = f"{arguments.world_size} x {arguments.per_device_train_batch_size} sequences"
     references = [("in process 0", current().agree(origin))]
@@ -298,6 +303,13 @@ def check_origin(
     if in_any_process := [difference for part in current().gather(differences) for difference in part]:
         raise FulldepthError(in_any_process[0])
     return origin
+
+
+def _configuration_hash(model: PreTrainedModel) -> str:
+    """Hash of the entries of a model's configuration that determine its numbers."""
+    entries = json.loads(model.config.to_json_string(use_diff=True)).items()
+    counted = {name: value for name, value in entries if name not in NO_NUMBERS}
+    return str(Fingerprint(json.dumps(counted, sort_keys=True)))
 
 
 def check_disk(model: PreTrainedModel, settings: TrainSettings, folder: Path, checkpoint: Path | None) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from fulldepth.core.errors import FulldepthError, needing
+from fulldepth.hf.tying import state_untied
 from fulldepth.settings.train import LoraSettings
 
 ADAPTERS = "lora.safetensors"
@@ -28,7 +30,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
     get no adapter. Nothing happens without a rank.
 
     Raises:
-        FulldepthError: if peft is not installed, or no linear layer has one of the names in `target_modules`.
+        FulldepthError: if peft is not installed, no linear layer has one of the names in `target_modules`, or another
+            layer has one of them, such as the embeddings.
 
     Source: LoRA (arXiv 2106.09685), Eq. 3.
     """
@@ -50,6 +53,16 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
         raise FulldepthError(
             f"lora.target_modules={settings.target_modules} match no linear layer of the model: {error}"
         ) from error
+    adapted = {n: m for n, m in model.named_modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)}
+    for name, layer in adapted.items():
+        kind = layer.get_base_layer()
+        if not isinstance(kind, nn.Linear | Conv1D):
+            raise FulldepthError(
+                f"lora.target_modules={settings.target_modules} match {name}, which is of the class "
+                f"{type(kind).__name__}; adapters are for linear layers alone. Name others."
+            )
+    if model.get_output_embeddings() in adapted.values():  # what is merged into it is not in the embeddings
+        state_untied(model.config)
 
 
 def save_adapters(model: torch.nn.Module, weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
-from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,15 +34,11 @@ from transformers import (
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth.core import launch
 from fulldepth.core.errors import FulldepthError, unknown
-from fulldepth.core.files import read_json
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import (
-    add_exit_heads,
     anatomy_candidates,
     copy_to_exit_heads,
-    exit_weights,
     find_exit_heads,
-    find_output_weights,
     has_exit_heads,
     image_config,
     load_checkpoint,
@@ -52,17 +46,16 @@ from fulldepth.hf import (
     packaged,
     restore_exit_heads,
     rows_of,
-    sample_inputs,
     task_of,
     unused_positions,
 )
 from fulldepth.hf.asked_outputs import make_plain
 from fulldepth.hf.exit_heads import output_layer
 from fulldepth.hf.promises import withdraw_promises
-from fulldepth.hf.scalars import ROLES
 from fulldepth.hf.tying import UNTIED, state_untied, stores_apart
 from fulldepth.losses import use_detection_loss
 from fulldepth.settings.train import SWITCHES, ModelSettings, TrainSettings
+from fulldepth.training.frozen import freeze_features, keep_removed
 from fulldepth.training.initial import draw_weights
 from fulldepth.training.lora import add_adapters
 
@@ -280,7 +273,7 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
         draw_weights(model, settings.initializer)
         if start is not None:
             _take_weights(model, start, settings)
-            _keep_removed(model, start)
+            keep_removed(model, start)
         if settings.freezes_features:
             freeze_features(model)
         torch.manual_seed(settings.seed)
@@ -292,28 +285,6 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
             anatomy.body.get_submodule(anatomy.family.backbone).requires_grad_(True)
     model.train()
     return model
-
-
-def freeze_features(model: PreTrainedModel) -> None:
-    """Freeze a classifier, in place, and give every layer a new linear head; only the heads are trained.
-
-    The head of layer l reads `h_l` as the model's head reads `h_L`: the final norm, the pooling and the modules before
-    the head's last linear layer are frozen with the rest. No head has a bias, and all start at zero.
-
-    Raises:
-        FulldepthError: as `add_exit_heads`.
-
-    Source: "Representation progression and aligned training", App. B.4 (transfer to different tasks, Fig. 17, right).
-    """
-    anatomy = find_anatomy(model)
-    add_exit_heads(anatomy)
-    model.requires_grad_(False)
-    output = output_layer(anatomy)[2]
-    with torch.no_grad():
-        if output.bias is not None:
-            output.bias.zero_()
-        for weight in (*exit_weights(model), output.weight):
-            weight.zero_().requires_grad_(True)
 
 
 def built_once(model: PreTrainedModel, settings: TrainSettings) -> bool:
@@ -469,24 +440,6 @@ def _take_weights(model: PreTrainedModel, checkpoint: str, settings: TrainSettin
             f"{checkpoint} holds {len(unused)} weights that {name} does not use with these settings (first: "
             f"{unused[0]}); training would start from another model."
         )
-
-
-def _keep_removed(model: PreTrainedModel, checkpoint: str) -> None:
-    """Freeze the output weights of removed branches, which `skip apply --format folded` sets to zero.
-
-    Training them would bring the branches back.
-    """
-    notes = Path(checkpoint) / "fulldepth_skip.json"
-    document = read_json(notes) if notes.is_file() else None
-    if not isinstance(document, dict) or document.get("format") != "folded":
-        return
-    anatomy = find_anatomy(model)
-    branches = product(anatomy.layers, ROLES)
-    for weights in find_output_weights(anatomy, branches, sample_inputs(anatomy)["input_ids"]).values():
-        parameters = [weights.branch.get_parameter(name) for name in weights.names]
-        if all((parameter == -weights.offset).all() for parameter in parameters):
-            for parameter in parameters:
-                parameter.requires_grad_(False)
 
 
 def with_new_head(

@@ -14,10 +14,11 @@ from fulldepth.execution.flops import TokenFlops, forward_flops
 from fulldepth.hf import exit_heads_of, image_config, load_tokenizer
 from fulldepth.losses import add_exit_heads
 from fulldepth.settings.train import TrainSettings
+from fulldepth.training.frozen import freeze_features
 from fulldepth.training.initial import check_initializer
 from fulldepth.training.labelled import class_names
 from fulldepth.training.lora import add_adapters
-from fulldepth.training.model import WEIGHTS, build_config, freeze_features, meta_model
+from fulldepth.training.model import WEIGHTS, build_config, meta_model
 from fulldepth.training.text import named_tokenizer
 from fulldepth.training.trainer import batch_split, make_objective, parameter_groups, resolved, smaller_batch
 

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from fulldepth.core import launch
 from fulldepth.core.distributed import current
 from fulldepth.core.errors import FulldepthError, StoppedError
@@ -94,13 +96,14 @@ def train(
             num_layers = find_anatomy(model).num_layers  # refuses models whose layers are not known
             warnings += _check_rows(model, data, settings)
             trainer = RunTrainer(model, arguments, data, settings)
-            _check_teacher(trainer, data, settings)
+            teacher = _checked_teacher(trainer, data, settings)
             if settings.model.checkpoint is not None and not settings.freezes_features:
                 warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint)
             for line in warnings:
                 watcher.say(line)
             current().first(partial(check_disk, trainer.plain_model, settings, folder, checkpoint))
-            origin = check_origin(settings, data.facts["hash"], model, trainer.args, notes.origin, checkpoint)
+            known = (notes.origin, checkpoint, teacher)
+            origin = check_origin(settings, data.facts["hash"], model, trainer.args, *known)
             meta: dict[str, Any] = {
                 "kind": KIND,
                 "recipe": name,
@@ -170,15 +173,21 @@ def _check_rows(model: Any, data: RunData, settings: TrainSettings) -> list[str]
     return padding_warning(model, data.train, data.collator) if settings.task == "text-classification" else []
 
 
-def _check_teacher(trainer: RunTrainer, data: RunData, settings: TrainSettings) -> None:
-    """Refuse a teacher that cannot read the rows of the run, or cannot separate their documents if it has to."""
+def _checked_teacher(trainer: RunTrainer, data: RunData, settings: TrainSettings) -> PreTrainedModel | None:
+    """The teacher, if there is one.
+
+    Raises:
+        FulldepthError: if it cannot read the rows of the run, or cannot separate their documents if it has to.
+    """
     distillation: Any = trainer.depth_objective.terms.get("distillation")
     if distillation is None:
-        return
+        return None
     sft = settings.stage == "sft"  # conversations may be shorter than the most that a row may hold
     distillation.check_length(max(map(len, data.train["input_ids"])) if sft else settings.sequence_length)
     if settings.task == "causal-lm" and not settings.data.across_documents:
         require_separate_documents(distillation.teacher_anatomy.model)
+    teacher: PreTrainedModel = distillation.teacher_anatomy.model
+    return teacher
 
 
 def _training_flops(settings: TrainSettings, data: RunData) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from fulldepth.settings.train import ObjectiveSettings, TrainSettings
 from fulldepth.training.lora import load_adapters, save_adapters
 from fulldepth.training.model import built_once
 
+EMBEDDED = re.compile("embed|token|position|bias")
+"""In the names of parameters that are no module's `weight`: the embeddings of positions and of added tokens in ViT."""
 MOST_WORKERS = 4
 """Default maximum for each training process. Few suffice, because reading a window is a copy from the page cache."""
 SAME = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
@@ -251,6 +254,7 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
                 )
             backbone = set(anatomy.body.get_submodule(anatomy.family.backbone).parameters())
         embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        embeddings |= {p for name, p in model.named_parameters() if EMBEDDED.search(name.rpartition(".")[2])}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         matrices = {p for p in trained if settings.decay == "all" or (p.ndim >= 2 and p not in embeddings)}
         groups = [
