@@ -6,6 +6,7 @@ import json
 import re
 
 import numpy as np
+import scipy.stats
 from scipy.stats import rankdata
 
 from places import ROOT
@@ -83,7 +84,7 @@ def test_the_sentences_on_parts_that_tasks_chose_are_those_of_the_stored_runs():
     nine, first = scores("rows of the tasks", 0)
     eight, second = scores("rows of the tasks", 1)
     third_parts, third = scores("rows of the tasks", 2)
-    _, control = scores("control on rows of the tasks", 0)
+    controls = [scores("control on rows of the tasks", seed)[1] for seed in range(3)]
     _, chat = scores("own chat", 0)
     assert (len(nine), len(eight)) == (9, 8)
     assert {*eight} < {*nine}
@@ -96,13 +97,16 @@ def test_the_sentences_on_parts_that_tasks_chose_are_those_of_the_stored_runs():
     assert f"without nine attentions LAMBADA changes by {text[0]}, ARC-easy by {text[1]}, PIQA by {text[2]}" in page
     assert f"without eight of these nine by {text[3]}, {text[4]} and {text[5]}" in page
     assert f"a whole layer beside six attentions: {text[6]}, {text[7]} and {text[8]}" in page
-    gains = ["{:.3f} ± {:.3f}".format(*one) for one in control[:2]]
-    assert f"gains {gains[0]} of LAMBADA and {gains[1]} of ARC-easy, and nothing measurable of PIQA" in page
-    assert abs(control[2][0]) < 2 * control[2][1]
-    assert f"cost about {control[0][0] - first[0][0]:.2f} of LAMBADA" in page
-    for (ours, error), (other, other_error) in zip(first[1:], control[1:], strict=True):
-        assert abs(ours - other) < min(error, other_error)
-    assert f"the same parts lose {-chat[0][0]:.3f} ± {chat[0][1]:.3f} of LAMBADA" in page
+    gains, errors = np.moveaxis(controls, 2, 0)  # [seeds, tasks] each
+    errors = np.hypot(errors.mean(0), gains.std(0, ddof=1) / 3**0.5)
+    said = [f"{gain:.3f} ± {error:.3f}" for gain, error in zip(gains.mean(0), errors, strict=True)]
+    assert f"gains {said[0]} of LAMBADA and {said[1]} of ARC-easy, and nothing measurable of PIQA" in page
+    assert abs(gains.mean(0)[2]) < 2 * errors[2]
+    costs = gains - np.array([first, second, third])[..., 0]
+    tested = scipy.stats.ttest_1samp(costs, 0)
+    assert f"removal costs {costs.mean(0)[0]:.3f} ± {scipy.stats.sem(costs)[0]:.3f} of LAMBADA" in page
+    assert (tested.pvalue < 0.05).tolist() == [True, False, False]
+    assert f"the nine attentions lose {-chat[0][0]:.3f} ± {chat[0][1]:.3f} of LAMBADA" in page
 
 
 def test_the_log_states_what_healing_on_novels_lost():
