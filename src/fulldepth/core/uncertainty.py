@@ -11,7 +11,8 @@ All errors are functions of **influences**, the share that each group has in the
 Influences of two estimates on the same clusters subtract, which gives the error of a paired difference.
 
 Where few clusters hold most of the weight, the error of a ratio is too small: the interval takes Student's t for the
-`effective` number of clusters.
+`effective` number of clusters. Two standard errors hold the truth in 3 % of simulations with one cluster of 2,000
+tokens and nine of 10, and in 82 % with eight of log-normal lengths; these intervals in 92 % or more.
 
 Source: Cochran, "Sampling Techniques" (1977), 6.3 (ratio estimator); Kish, "Survey Sampling" (1965), 8.2 and 11.7
 (effective number); Miller, "Adding Error Bars to Evals" (2024).
@@ -36,6 +37,9 @@ FEWEST_CLUSTERS = 3
 """Fewest clusters from which a standard error is stated."""
 FEWEST_DOCUMENTS = 8
 """Fewest documents on which a search drops a candidate or is sure of its pick."""
+ALIKE = 2 / 3
+"""Share of clusters that the effective number must reach for all of them to count: Student's t of their number then
+holds the truth in 92 % of simulations or more."""
 DRAWS = 1000
 """Draws of a bootstrap."""
 SIGNIFICANT = 2.0
@@ -163,11 +167,23 @@ def effective(weights: ArrayLike) -> float:
     return float(w.sum()) ** 2 / squares if squares else 0.0
 
 
+def independent(weights: ArrayLike) -> float:
+    """The number of clusters for `quantile`: those with weight, or the `effective` number if it is less than
+    `ALIKE` of them.
+
+    Args:
+        weights: of clusters or of their groups, `[G]`.
+    """
+    number = int(np.count_nonzero(np.asarray(weights)))
+    alike = effective(weights)
+    return alike if alike < ALIKE * number else number
+
+
 def quantile(groups: float, share: float = 0.975) -> float:
     """Standard errors from the estimate to the end of its 95 % interval: Student's t with `groups - 1` degrees.
 
     Args:
-        groups: G, or the `effective` number where weights differ.
+        groups: G, see `independent`.
         share: probability below the end.
     """
     if groups <= 1:
@@ -221,7 +237,7 @@ def crossing(sums: ArrayLike, weights: ArrayLike) -> tuple[int, int] | None:
     if not np.isfinite(error).all():
         return None
     mean = s.sum(0) / w.sum()
-    far = quantile(effective(w)) * error
+    far = quantile(independent(w)) * error
     low, high = (np.append(np.flatnonzero(bound <= 0), s.shape[1] - 1)[0] for bound in (mean - far, mean + far))
     return int(low), int(high)
 
@@ -380,12 +396,12 @@ class Difference(NamedTuple):
     """Number of documents of these sequences."""
     largest: float
     """Largest departure of a document's summed difference from `mean`, in nats."""
-    effective: float | None = None
-    """Effective number of documents, by their tokens; None = all weigh the same."""
+    independent: float | None = None
+    """Number of documents for Student's t, by their tokens (`independent`); None = all of them."""
 
     def quantile(self, share: float = 0.975) -> float:
-        """Standard errors to the end of an interval: `quantile` of the effective number of documents."""
-        return quantile(self.documents if self.effective is None else self.effective, share)
+        """Standard errors from the mean to the end of an interval, by Student's t."""
+        return quantile(self.documents if self.independent is None else self.independent, share)
 
     @property
     def reach(self) -> float:
@@ -434,4 +450,4 @@ def mean_difference(gap: Array, tokens: Array, documents: ArrayLike, population:
     error = standard_error * math.sqrt(unseen) if unseen > 0 else 0.0
     largest = float(np.abs(sums - mean * weights).max(initial=0.0))
     number = int((weights > 0).sum())
-    return Difference(mean, error, standard_error, len(gap), number, largest, effective(weights))
+    return Difference(mean, error, standard_error, len(gap), number, largest, independent(weights))

@@ -53,15 +53,12 @@ def caveats(subject: Subject, counting: Counting, setup: Setup, table: pd.DataFr
     clusters = Clusters.of(subject.sequences)
     if reason := clusters.no_standard_error:
         lines.append(f"No standard errors: {reason}.")
-    elif clusters.effective < FEW_CLUSTERS:
-        alike = (
-            ""
-            if clusters.effective > clusters.number - 0.5
-            else (f", and most tokens are in few of them, as in {clusters.effective:.1f} of equal length")
-        )
+    elif clusters.independent < FEW_CLUSTERS:
+        fewer = clusters.independent < clusters.number
+        worth = f", worth {clusters.independent:.1f} of equal length" if fewer else ""
         lines.append(
-            f"Standard errors rest on {clusters.number} {plural(clusters.unit)}{alike}: a 95 % interval is "
-            f"{quantile(clusters.effective):.1f} standard errors to either side (Student's t)."
+            f"Standard errors rest on {clusters.number} {plural(clusters.unit)}{worth}: a 95 % interval is "
+            f"{quantile(clusters.independent):.1f} standard errors to either side (Student's t)."
         )
     tokens = table["count"][table.measure == "cka"].max()
     if pd.notna(tokens) and tokens < 10 * setup.width:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from fulldepth.core.number_format import plus_minus, rounded, to_decimals
 from fulldepth.core.thresholds import COPY, NOISE
-from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, effective, measurable, plural
+from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, independent, measurable, plural
 from fulldepth.data.batches import Sequences
 from fulldepth.metrics.jump_rate import describe_jump, growth, size_of_jump
 from fulldepth.metrics.layer_effect import OVER_LAYERS
@@ -34,8 +34,8 @@ class Clusters:
     unit: str = "sequence"
     no_error: str | None = None
     """Reason of the data for stating no standard error."""
-    effective: float = math.inf
-    """The effective number of units, by their tokens."""
+    independent: float = math.inf
+    """The number of units for Student's t, by their tokens (`uncertainty.independent`)."""
 
     @classmethod
     def of(cls, sequences: Sequences) -> Clusters:
@@ -44,8 +44,8 @@ class Clusters:
         tokens: Counter[int] = Counter()
         for unit, length in zip(units, sequences.lengths or repeat(1), strict=False):
             tokens[unit] += max(1, length)
-        alike = effective([*tokens.values()])
-        return cls(len(sequences), len(tokens), sequences.unit, sequences.no_error, alike)
+        counted = independent([*tokens.values()])
+        return cls(len(sequences), len(tokens), sequences.unit, sequences.no_error, counted)
 
     @property
     def no_standard_error(self) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.core.thresholds import LARGE_JUMP
-from fulldepth.core.uncertainty import SIGNIFICANT, effective, quantile
+from fulldepth.core.uncertainty import SIGNIFICANT, independent, quantile
 from fulldepth.metrics.base import Estimated, Observation, Setup, angular
 from fulldepth.metrics.standard_errors import Estimate, EstimateArray, influence_of_ratio, standard_error
 
@@ -100,6 +100,6 @@ class JumpRate(Estimated):
         """[G, L-1] influences on zeta_2..zeta_L, for the `mean` displacement `[L]`."""
         psi = influence_of_ratio(self.sums, self.counts)  # [G, L]
         steps = psi.diff(dim=1)
-        far = quantile(effective(self.counts[:, -1].cpu())) * standard_error(steps)
+        far = quantile(independent(self.counts[:, -1].cpu())) * standard_error(steps)
         rises = mean.cpu().diff() + far > 0  # [L-1]
         return 100 * (steps * rises).flip(1).cumsum(1).flip(1)

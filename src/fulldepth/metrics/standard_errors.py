@@ -67,7 +67,7 @@ class Mean:
     value: float
     error: float | None
     groups: float = 0
-    """Number of groups of clusters; the effective number where that is below `uncertainty.FEWEST_DOCUMENTS`."""
+    """Number of groups of clusters for Student's t (`uncertainty.independent`)."""
     samples: int = 0
 
     @property
@@ -89,8 +89,7 @@ class Mean:
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.double())
         weights = group.bincount()
         error = float(standard_error(influence_of_ratio(sums, weights)))
-        alike = uncertainty.effective(weights.numpy())
-        groups = alike if alike < uncertainty.FEWEST_DOCUMENTS else len(sums)
+        groups = uncertainty.independent(weights.numpy())
         return cls(float(values.double().mean()), error if math.isfinite(error) else None, groups, len(values))
 
 
