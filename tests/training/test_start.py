@@ -58,7 +58,8 @@ def test_a_run_starts_from_the_checkpoint_as_it_is(start, tmp_path, recipe, flag
     """Whatever its configuration says of tying, and whatever sizes the recipe has for a model from scratch."""
     folder, batches, sizes = start(flag), [], []
 
-    def noting(*given, data, collate, batch_size):
+    def noting(*given, data, collate, batch_size, shapes):
+        assert not shapes
         sizes.append(batch_size)
         batches.append(collate([data[index] for index in range(len(data))]))
         return evaluate_held_out(*given, data=data, collate=collate, batch_size=batch_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -95,6 +95,18 @@ def in_batches(items: Sequence[T], batch_size: int) -> list[list[T]]:
     return [list(items[start : start + batch_size]) for start in range(0, len(items), batch_size)]
 
 
+def batches_of_equals(keys: Sequence[Hashable], batch_size: int) -> list[list[int]]:
+    """Indices of the items of each batch, which have equal keys; the order of such items is kept.
+
+    Raises:
+        FulldepthError: if `batch_size` is less than 1.
+    """
+    together: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        together.setdefault(key, []).append(index)
+    return [group for indices in together.values() for group in in_batches(indices, batch_size)]
+
+
 def padded_batch(examples: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask` and `labels`, each [B, T] int64, padded on the right to the longest example."""
     inputs = padded_inputs([example.input_ids for example in examples], pad_id)
@@ -173,7 +185,10 @@ class Sequences:
     class_names: tuple[str, ...] = ()
     batching: Batching = "padded"
     """What a batch may hold without changing the model's numbers: sequences of any length, padded; of `equal` length;
-    or a `single` one."""
+    or a `single` one. Images of a batch have one shape, too."""
+    shapes: Sequence[Hashable] = field(default=(), repr=False)
+    """Shape of each image after processing (`image_shapes`): padding it to another one changes a detector's numbers,
+    because convolutions read the padding. Empty if all have one shape, and for texts."""
     warnings: list[str] = field(default_factory=list)
     """One sentence for each kind of data that was cut, dropped or not found."""
     text_hash: str | None = None
@@ -237,12 +252,21 @@ class Sequences:
             raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
         return (self.collate(group) for group in self.groups(batch_size)[rank::world])
 
-    def groups(self, batch_size: int) -> list[list[int]]:
-        """Indices of the sequences of each batch, as `batching` allows."""
-        together: dict[int, list[int]] = {}
-        for index, length in enumerate(self.lengths):
-            together.setdefault({"padded": 0, "equal": length, "single": index}[self.batching], []).append(index)
-        return [group for indices in together.values() for group in in_batches(indices, batch_size)]
+    def groups(self, batch_size: int, among: Sequence[int] | None = None) -> list[list[int]]:
+        """Indices of the sequences of each batch, as `batching` and the shapes of images allow.
+
+        Args:
+            batch_size: sequences in a batch, at most.
+            among: indices of the sequences to batch; None = all.
+
+        Raises:
+            FulldepthError: if `batch_size` is less than 1.
+        """
+        indices = range(len(self)) if among is None else among
+        kinds = [{"padded": 0, "equal": self.lengths[i], "single": i}[self.batching] for i in indices]
+        shapes = [self.shapes[i] if self.shapes else () for i in indices]
+        alike = list(zip(shapes, kinds, strict=True))
+        return [[indices[place] for place in group] for group in batches_of_equals(alike, batch_size)]
 
 
 def collate_texts(
@@ -286,10 +310,7 @@ def collate_texts(
 def collate_images(examples: Sequence[ImageRecord], indices: Sequence[int], processor: Any) -> Batch:
     """Decode the chosen images and run the (untrusted) processor on them; a `FulldepthError` names what fails."""
     records = [examples[i] for i in indices]
-    images = [example.image() for example in records]
-    with reading(f"images with a {type(processor).__name__}"):
-        processed = processor(images=images, return_tensors="pt")
-        inputs = {name: value for name, value in processed.items() if isinstance(value, Tensor)}
+    inputs = _processed([example.image() for example in records], processor)
     if not all(value.isfinite().all() for value in inputs.values()):
         raise FulldepthError(f"The {type(processor).__name__} of the model gives pixels that are not finite.")
     objects = [
@@ -308,6 +329,49 @@ def collate_images(examples: Sequence[ImageRecord], indices: Sequence[int], proc
         labels=_classes(examples, indices),
         objects=objects or None,
     )
+
+
+def image_shapes(records: Sequence[ImageRecord], sizes: Sequence[tuple[int, int]], processor: Any) -> list[Hashable]:
+    """Shape of each image after processing. Images of one shape are not padded in a batch.
+
+    A shape follows from the size of the stored image. If the smallest, largest, widest and tallest one have one shape,
+    as with every processor that makes squares, the others are not processed.
+
+    Args:
+        records: the images.
+        sizes: width and height of each, in pixels.
+        processor: the (untrusted) image processor.
+
+    Returns:
+        A key for each image, equal for equal shapes; empty if all have one shape.
+
+    Raises:
+        FulldepthError: if the processor fails on one of the images.
+    """
+    places = {size: index for index, size in enumerate(sizes)}
+    keys: dict[tuple[int, int], Hashable] = {}
+
+    def shape(size: tuple[int, int]) -> Hashable:
+        if size not in keys:
+            inputs = _processed([records[places[size]].image()], processor)
+            keys[size] = tuple((name, tuple(value.shape)) for name, value in inputs.items())
+        return keys[size]
+
+    def area(size: tuple[int, int]) -> int:
+        return size[0] * size[1]
+
+    def ratio(size: tuple[int, int]) -> float:
+        return size[0] / size[1]
+
+    extremes = {extreme(places, key=key) for extreme in (min, max) for key in (area, ratio)} if len(places) > 1 else ()
+    return [] if len({shape(size) for size in extremes}) < 2 else [shape(size) for size in sizes]
+
+
+def _processed(images: Sequence[Any], processor: Any) -> dict[str, Tensor]:
+    """The tensors that a processor makes from images; a `FulldepthError` names the processor if it fails."""
+    with reading(f"images with a {type(processor).__name__}"):
+        processed = processor(images=list(images), return_tensors="pt")
+        return {name: value for name, value in processed.items() if isinstance(value, Tensor)}
 
 
 def _classes(examples: Sequence[Any], indices: Sequence[int]) -> Tensor | None:

@@ -20,6 +20,7 @@ from fulldepth.data.batches import (
     collate_images,
     collate_texts,
     id_bytes,
+    image_shapes,
 )
 from fulldepth.data.columns import CONVERSATIONS
 from fulldepth.data.conversations import Score, empty_warning, read_conversations, response_examples
@@ -466,11 +467,13 @@ def _images(source: Source, plan: Preparation) -> Sequences:
     processor = plan.processor
     settings = processor.to_dict() if hasattr(processor, "to_dict") else type(processor).__name__
     fingerprint = Fingerprint(plan.task, json.dumps(settings, sort_keys=True, default=str))
+    sizes = []
     for record in records:
         try:
             image = record.image()  # also finds corrupt files before the model runs
         except FulldepthError as error:
             raise FulldepthError(f"{error} {SKIP}") from error
+        sizes.append(image.size)
         for part in (str(image.size).encode(), image.tobytes(), str(record.class_index).encode()):
             fingerprint.add(part)
         if record.objects is not None:
@@ -488,6 +491,7 @@ def _images(source: Source, plan: Preparation) -> Sequences:
         num_targets={"image-classification": known, "detection": boxes}.get(plan.task, 0),
         num_classes=source.num_classes,
         class_names=source.class_names,
+        shapes=image_shapes(records, sizes, processor),
         warnings=list(source.warnings),
         clusters=[names[index] for index in sampled],
         unit="image",

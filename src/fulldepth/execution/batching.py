@@ -45,7 +45,9 @@ def batched(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tup
     """
     kind = type(anatomy.model).__name__
     lengths = sequences.lengths
-    shortest, longest = (lengths.index(extreme(lengths)) for extreme in (min, max))
+    # all sequences, or the images of the most frequent shape: a batch holds no others
+    alike = max(replace(sequences, batching="padded").groups(len(sequences)), key=len)
+    shortest, longest = (extreme(alike, key=lengths.__getitem__) for extreme in (min, max))
     alone = _results(anatomy, sequences, [shortest], device)
 
     def change(*others: int) -> float:
@@ -59,7 +61,7 @@ def batched(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tup
             )
         return difference
 
-    equal_length = [index for index, length in enumerate(lengths) if length == lengths[shortest] and index != shortest]
+    equal_length = [index for index in alike if lengths[index] == lengths[shortest] and index != shortest]
     batching: Batching = "padded"
     sentence = None
     if equal_length and (difference := change(equal_length[0])):

@@ -14,7 +14,6 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.core.thresholds import BUSY
 from fulldepth.core.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
-from fulldepth.data.batches import in_batches
 from fulldepth.execution.decoding import ExitRule
 from fulldepth.execution.latency import OtherLoad, now, order
 from fulldepth.execution.layer_runner import LayerRunner
@@ -157,10 +156,7 @@ def timed(
     batch_size = batch_size_of(subject, settings)
     place = {int(sequence): row for row, sequence in enumerate(readings.sequence)}
     # full batches of the samples that were read
-    groups = [[index for index in group if index in place] for group in subject.sequences.groups(batch_size)]
-    if subject.sequences.batching == "padded":
-        groups = in_batches([index for group in groups for index in group], batch_size)
-    groups = [group for group in groups if group]
+    groups = subject.sequences.groups(batch_size, sorted(place))
     rounds = settings.repeats
     watcher.begin("Timing early exit", rounds * len(groups))
     seconds = [[0.0] * rounds for _ in range(1 + len(exits))]

@@ -363,8 +363,11 @@ def read_source(data: Any, settings: ReadingSettings, *, held_out: bool = True) 
 
 
 def small_batch(sequences: Sequences) -> Batch:
-    """The first two sequences, or one if a batch axis of size two could be confused with positions."""
-    first = sequences.collate(range(min(2, len(sequences))))
+    """The first two sequences, or one if a batch axis of size two could be confused with positions.
+
+    Of images, the first and the next one of its shape.
+    """
+    first = sequences.collate(replace(sequences, batching="padded").groups(2)[0])
     square = first.attention_mask is not None and first.attention_mask.shape == (2, 2)
     return sequences.collate([0]) if square else first
 

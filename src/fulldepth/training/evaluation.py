@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn.functional import one_hot
 
 from fulldepth.core.distributed import add_up, current
 from fulldepth.core.targets import IGNORE
+from fulldepth.data.batches import batches_of_equals
 from fulldepth.execution import capture, find_anatomy, read_layers
 from fulldepth.hf import Anatomy, Classifier, DetectionHeads, evaluating
 from fulldepth.losses import Task
@@ -23,7 +24,11 @@ from fulldepth.metrics import AveragePrecision, Detections, Observation, Row, Se
 
 @torch.no_grad()
 def evaluate_held_out(
-    model: Any, data: Sequence[Any], collate: Callable[[list[Any]], Mapping[str, Any]], batch_size: int
+    model: Any,
+    data: Sequence[Any],
+    collate: Callable[[list[Any]], Mapping[str, Any]],
+    batch_size: int,
+    shapes: Sequence[Hashable] = (),
 ) -> tuple[list[Row], list[str]]:
     """Evaluate a model on held-out items, which the processes share; every process must call this.
 
@@ -34,7 +39,8 @@ def evaluate_held_out(
         model: the model to evaluate.
         data: items for `collate`.
         collate: function that makes a batch from items.
-        batch_size: items in one forward pass.
+        batch_size: items in one forward pass, at most.
+        shapes: shape of each image after processing, of which a batch holds one; empty if all have one shape.
 
     Returns:
         Rows of the run's table, and texts with numbers besides the loss for the line that a run prints. The first row
@@ -51,13 +57,12 @@ def evaluate_held_out(
     sums: dict[str, Tensor] = {}
     rank = current().rank
     world = current().world
-    starts = range(0, len(data), batch_size)
+    groups = batches_of_equals(shapes or (None,) * len(data), batch_size)
     with evaluating(model), capture(anatomy, ["residual"]) as activations:
-        for first in range(0, len(starts), world):
-            counts = first + rank < len(starts)  # with sharding all processes run equally many batches
-            start = starts[first + rank] if counts else 0
-            items = [data[index] for index in range(start, min(start + batch_size, len(data)))]
-            batch = send_to_device(dict(collate(items)), device)
+        for first in range(0, len(groups), world):
+            counts = first + rank < len(groups)  # with sharding all processes run equally many batches
+            group = groups[first + rank if counts else 0]
+            batch = send_to_device(dict(collate([data[index] for index in group])), device)
             outputs = model(**batch, **({} if detects else {"use_cache": False}))
             states = list(activations["residual"])
             for name, value in _batch_sums(anatomy, task, outputs, batch, states).items():
@@ -69,9 +74,8 @@ def evaluate_held_out(
                 read = [heads.read(state.to(dtype), layer) for layer, state in enumerate(states[1:], start=1)]
                 logits, boxes = (torch.stack(part).float() for part in zip(*read, strict=True))  # [L, B, Q, C or 4]
                 mask = torch.ones(logits.shape[1:3], dtype=torch.bool)
-                images = torch.arange(start, start + len(mask))
                 detections = Detections(logits, boxes, batch["labels"])
-                precision.update(Observation({}, mask, mask, images, detections=detections))
+                precision.update(Observation({}, mask, mask, torch.tensor(group), detections=detections))
             activations.clear()
     for total in sums.values():
         add_up(total)

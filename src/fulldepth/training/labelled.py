@@ -19,6 +19,7 @@ from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import Fingerprint
 from fulldepth.core.progress import Watcher
 from fulldepth.data import ImageRecord, Source, TextRecord, open_source, prepare
+from fulldepth.data.batches import image_shapes
 from fulldepth.data.labelled import (
     Collator,
     LabelledRows,
@@ -160,6 +161,8 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
         raise FulldepthError(
             f"Images are read with {channels} channels (RGB), but the model takes {wanted} (model.num_channels)."
         )
+    records = parts[1].of(ImageRecord) if detects else []
+    shapes = image_shapes(records, [record.image().size for record in records], processor)
     if settings.augmentation.changes:
         edges = (width, height)
         train.change = partial(changed, settings=settings.augmentation, edges=edges, seed=settings.seed)
@@ -171,6 +174,7 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
         _facts(parts, Fingerprint(json.dumps(processor.to_dict(), sort_keys=True, default=str))),
         collator,
         warnings,
+        shapes,
     )
 
 

@@ -126,7 +126,7 @@ def train(
                 trainer,
                 folder,
                 meta,
-                partial(evaluate_held_out, data=data.validation, collate=data.collator, batch_size=batch_size),
+                partial(evaluate_held_out, **data.held_out, batch_size=batch_size),
                 watcher,
                 notes.model_copy(update={"origin": origin}),
                 checkpoint,

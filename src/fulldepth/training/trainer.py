@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -316,6 +316,13 @@ class RunData:
     collator: Any
     """Function that makes a batch from items."""
     warnings: list[str] = field(default_factory=list)
+    validation_shapes: Sequence[Hashable] = ()
+    """Shape of each image of `validation` after processing, for a detector; empty if all have one shape."""
+
+    @property
+    def held_out(self) -> dict[str, Any]:
+        """Arguments of `evaluate_held_out`, besides the model and the size of batches."""
+        return {"data": self.validation, "collate": self.collator, "shapes": self.validation_shapes}
 
 
 class RunTrainer(DepthTrainer):
