@@ -141,13 +141,14 @@ def generate(
         tokenizer: of texts.
         chat: put texts into the tokenizer's chat template; None = if it has one.
         **options: of early exit `rule` and `min_layer` (see `execution.decoding.Options`); `do_sample`, and with it
-            `temperature` (1), `top_p` (1), `top_k` (0 = all) and `seed` (None = torch's global random numbers);
+            `temperature` (above 0; 1), `top_p` (0 to 1; 1), `top_k` (0 = all) and `seed` (None = torch's global random
+            numbers);
             `eos_token_id` (a token or several) and `pad_token_id` (None = the model's).
 
     Raises:
         FulldepthError: for models that cannot be decoded layer by layer, settings of the generation configuration that
-            ask for something else (beams, guidance), values out of range, and texts without a tokenizer or without
-            tokens.
+            ask for something else (beams, guidance) or that transformers refuses, values out of range, and texts
+            without a tokenizer or without tokens.
     """
     options |= {"threshold": threshold, "speculate_from": speculate_from, "draft_length": draft_length}
     given: Any = [input_ids] if isinstance(input_ids, str) else input_ids

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from fulldepth.core.errors import FulldepthError, names_of, unknown
+from fulldepth.core.errors import FulldepthError, names_of, one_line, unknown
 from fulldepth.execution.decoding.loops import decode
 from fulldepth.execution.decoding.options import Options
 from fulldepth.execution.decoding.session import DecodingSession, Stats
@@ -32,6 +35,8 @@ SHARED = (
 """Arguments of `generate`'s decoding loops that are made here again."""
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 """What `generate` adds to a returned dictionary, and this loop does not keep."""
+SEEDS = (-(2**63), 2**64 - 1)
+"""Smallest and largest seed of a `torch.Generator`."""
 LOOPS = (
     *("prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers", "use_mtp", "is_assistant"),
     *("constraints", "force_words_ids"),
@@ -79,6 +84,8 @@ class Decoder:
             self.runner: LayerRunner = decoding_runner(anatomy, inputs)
         self.last: Generation | None = None
         """Result of the last generation."""
+        self._is_called = False
+        """True once `model.generate` has accepted its settings and called this loop."""
 
     @property
     def anatomy(self) -> Anatomy:
@@ -127,22 +134,37 @@ class Decoder:
             stop_strings=bool(stated.stop_strings),  # generate hands no tokenizer to another loop
         )
         device = device_of(self.anatomy.model)
-        mask = None if attention_mask is None else torch.as_tensor(attention_mask, device=device)
+        try:
+            mask = None if attention_mask is None else torch.as_tensor(attention_mask, device=device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise FulldepthError(f"attention_mask is no tensor [B, T]: {one_line(str(error), 200)}.") from error
         if mask is not None and mask.shape != input_ids.shape:
             raise FulldepthError(
                 f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(input_ids.shape)}, as input_ids."
             )
         given = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "attention_mask": mask}
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if do_sample else {}
-        self.anatomy.model.generate(  # type: ignore[operator]
-            input_ids.to(device),
-            custom_generate=partial(self, seed=seed, progress=progress, **options),
-            max_new_tokens=max_new_tokens,
-            do_sample=do_sample,
-            return_dict_in_generate=False,
-            **settings,
-        )
+        settings["max_new_tokens"] = _whole("max_new_tokens", max_new_tokens, 1)
+        if do_sample:
+            settings["temperature"] = _number("temperature", temperature, lambda value: value > 0, "above 0")
+            settings["top_p"] = _number("top_p", top_p, lambda value: 0 <= value <= 1, "from 0 to 1")
+            settings["top_k"] = _whole("top_k", top_k, 0)
+        self._is_called = False
+        try:
+            self.anatomy.model.generate(  # type: ignore[operator]
+                input_ids.to(device),
+                custom_generate=partial(self, seed=seed, progress=progress, **options),
+                do_sample=do_sample,
+                return_dict_in_generate=False,
+                **settings,
+            )
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            if self._is_called or isinstance(error, FulldepthError):
+                raise
+            raise FulldepthError(
+                f"transformers refuses a setting of this generation: {one_line(str(error), 400)} Change the argument, "
+                "or the entry of model.generation_config (generation_config.json)."
+            ) from error
         assert self.last is not None
         return self.last
 
@@ -167,8 +189,10 @@ class Decoder:
 
         The result is also stored in `last`.
         """
+        self._is_called = True
         if model is not self.anatomy.model:
             raise FulldepthError("This decoder was made for another model object; make one for this model.")
+        seed = _whole("seed", seed, *SEEDS)
         options = Options(self.anatomy.num_layers, threshold, rule, min_layer, speculate_from, draft_length)
         mask = prepared.pop("attention_mask", None)
         mask = torch.ones_like(input_ids) if mask is None else mask.long()
@@ -195,6 +219,40 @@ class Decoder:
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=self.last.sequences)  # type: ignore[arg-type]
         return self.last.sequences
+
+
+def _whole(name: str, value: Any, least: int, most: int | None = None) -> int | None:
+    """Return an argument as a whole number in this range; None stays.
+
+    Raises:
+        FulldepthError: if it is none.
+    """
+    if value is None:
+        return None
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    try:
+        number = operator.index(number)
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise FulldepthError(f"{name} is {one_line(repr(value), 60)}; expected a whole number {bounds}.")
+    return number
+
+
+def _number(name: str, value: Any, is_valid: Callable[[float], bool], words: str) -> float | None:
+    """Return an argument as a number in the range that `words` describe; None stays.
+
+    Raises:
+        FulldepthError: if it is none.
+    """
+    if value is None:
+        return None
+    single = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    number = float(single) if isinstance(single, Real) else math.nan
+    if not is_valid(number):
+        raise FulldepthError(f"{name} is {one_line(repr(value), 60)}; expected a number {words}.")
+    return number
 
 
 def _refuse(config: GenerationConfig, **further: bool) -> None:

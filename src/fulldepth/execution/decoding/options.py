@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -41,8 +42,9 @@ class Options:
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise unknown("rule", self.rule, RULES)
-        if self.threshold is not None and not 0 < self.threshold <= 1:
-            raise FulldepthError(f"threshold is {self.threshold}; expected a number in (0, 1].")
+        is_number = isinstance(self.threshold, Real | Tensor)
+        if self.threshold is not None and not (is_number and 0 < self.threshold <= 1):
+            raise FulldepthError(f"threshold is {self.threshold!r}; expected a number in (0, 1].")
         for name, highest, words in (
             ("min_layer", self.num_layers, ()),
             ("speculate_from", self.num_layers - 1, (None, AUTO)),
