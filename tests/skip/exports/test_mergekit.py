@@ -103,3 +103,57 @@ def test_a_model_that_is_no_checkpoint_is_refused(tmp_path):
     assert readable_source(model) == "someone/model"
     model.config._commit_hash = "0" * 40  # transformers notes it for what is loaded from the Hub
     assert readable_source(model) == "someone/model@" + "0" * 40
+
+
+def changed(model):
+    """Change one weight in memory, as merging an adapter does."""
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0].add_(1.0)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_recipe_names_a_source_with_the_weights_of_the_plan_alone(source, tmp_path, dtype):
+    """The recipe that is written makes the plan's weights, and a model that was changed in memory gets none."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    report = export(planned.plan(model, [3], "layer", values=None), model, "mergekit", tmp_path / "same.yaml")
+    assert not any("were not compared" in note for note in report.notes)
+    made = merged(yaml.safe_load(report.path.read_text("utf-8")))
+    assert torch.equal(made["model.layers.1.mlp.up_proj.weight"], model.model.layers[1].mlp.up_proj.weight)
+    plan = planned.plan(changed(model), [3], "layer", values=None)
+    with refused("changed in memory.*save_pretrained.*--format layer", str(source)):
+        export(plan, model, "mergekit", tmp_path / "new.yaml")
+    model.save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=dtype)
+    report = export(plan, saved, "mergekit", tmp_path / "new.yaml")
+    assert str(tmp_path / "saved") in report.path.read_text("utf-8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.yaml", "same.yaml", "saved"]
+
+
+def test_a_converted_model_has_the_weights_of_its_source(source, tmp_path):
+    """Rounded to the precision that the recipe states, from which mergekit rounds as well."""
+    model = AutoModelForCausalLM.from_pretrained(source).to(torch.bfloat16)
+    report = export(planned.plan(model, [3], "layer", values=None), model, "mergekit", tmp_path / "new.yaml")
+    made = merged(yaml.safe_load(report.path.read_text("utf-8")))
+    assert torch.equal(made["model.layers.1.mlp.up_proj.weight"], model.model.layers[1].mlp.up_proj.weight)
+
+
+def test_a_source_that_cannot_be_read_is_noted(source, tmp_path):
+    """A name of the Hub that is not in the cache, and a folder whose weights are damaged."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    plan = planned.plan(model, [3], "layer", values=None)
+    model.name_or_path = "someone/model-that-is-not-cached"
+    report = export(plan, model, "mergekit", tmp_path / "hub.yaml")
+    assert any("not compared with those of the plan, as they are not on this machine" in note for note in report.notes)
+    model.save_pretrained(tmp_path / "damaged")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"no weights")
+    model.name_or_path = str(tmp_path / "damaged")
+    report = export(plan, model, "mergekit", tmp_path / "damaged.yaml")
+    assert any("not compared with those of the plan: " in note for note in report.notes)
+
+
+def test_a_path_is_read_once(source, tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(source)
+    plan = planned.plan(model, [3], "layer", values=None)
+    monkeypatch.setattr("fulldepth.skip.exports.formats.mergekit.open_checkpoint", None)  # calling it would fail
+    export(plan, source, "mergekit", tmp_path / "new.yaml")

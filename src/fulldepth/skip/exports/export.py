@@ -65,7 +65,7 @@ from fulldepth.skip.exports.fold import original_logits, probes, rounding_error,
 from fulldepth.skip.exports.formats import FORMATS, Draft, Format, check_format, known_format
 from fulldepth.skip.exports.formats.format import WARNING
 from fulldepth.skip.exports.formats.gguf import source_of
-from fulldepth.skip.exports.formats.mergekit import Mergekit, parameters_left
+from fulldepth.skip.exports.formats.mergekit import Mergekit, check_source, parameters_left
 from fulldepth.skip.plan import MOST_BYTES, UNHEALED, Plan, in_sample
 from fulldepth.subject import chosen_tokenizer, open_checkpoint
 
@@ -249,9 +249,11 @@ def _export(
     if isinstance(file_format, Mergekit):
         if stock.model is not loaded:
             raise FulldepthError(f"mergekit cannot read a {type(loaded).__name__}. Use --format layer.")
+        unread = check_source(model, plan, settings) if isinstance(model, PreTrainedModel) else []
         with folder_to_be(target, file=True) as part:
             notes = [
                 *file_format.write(Draft(stock, plan, file_format.folding(stock, plan), part, most_bytes)),
+                *unread,
                 counted,
             ]
             size = part.stat().st_size

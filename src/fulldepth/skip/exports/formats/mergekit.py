@@ -25,10 +25,14 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import Anatomy, cut_config, find_gguf, packaged
+from fulldepth.hf.file_checks import INDEX, WEIGHTS, stored_file
+from fulldepth.hf.model_hash import model_hash
+from fulldepth.settings.search import ExportSettings
 from fulldepth.skip.exports.fold import heals
 from fulldepth.skip.exports.formats.checkpoint import Draft
 from fulldepth.skip.exports.formats.format import Layer, remaining
 from fulldepth.skip.plan import Plan
+from fulldepth.subject import open_checkpoint
 
 
 class Mergekit(Layer):
@@ -106,6 +110,50 @@ def readable_source(model: PreTrainedModel) -> str:
         return str(Path(source).absolute())
     commit = getattr(model.config, "_commit_hash", None)
     return f"{source}@{commit}" if commit else source
+
+
+def check_source(model: PreTrainedModel, plan: Plan, settings: ExportSettings) -> list[str]:
+    """Refuse a loaded model whose weights are not those of the folder or Hub name that a recipe states.
+
+    Such a model was changed after it was loaded, by merged adapters or training. The source is read from the disk, in
+    the model's precision.
+
+    Args:
+        model: as passed in, the one that the plan is for.
+        plan: a plan for it.
+        settings: of the export.
+
+    Returns:
+        A note if the source cannot be compared: it is not on this machine, does not fit into the memory beside the
+        model, is loaded as another class, or was quantised when it was loaded.
+
+    Raises:
+        FulldepthError: if the weights differ.
+    """
+    readable_source(model)
+    source = packaged(model.name_or_path)
+    commit = None if Path(source).is_dir() else getattr(model.config, "_commit_hash", None)
+    unread = f"UNVERIFIED: the weights of {source} were not compared with those of the plan"
+    if getattr(model, "is_quantized", False):
+        return [f"{unread}, as the model is quantised."]
+    if not any(stored_file(source, name, commit) for name in (WEIGHTS, INDEX)):
+        return [f"{unread}, as they are not on this machine as safetensors."]
+    changes = {"revision": commit, "device": "cpu", "device_map": None}
+    dtype = str(model.dtype).removeprefix("torch.")
+    try:
+        stored = open_checkpoint(source, settings.model_copy(update=changes), dtype=dtype, plain=True).model
+    except FulldepthError as error:
+        return [f"{unread}: {error}"]
+    if type(stored) is not type(model):
+        return [f"{unread}, as the model is a {type(model).__name__} and they are those of a {type(stored).__name__}."]
+    # some classes load single weights in float32, which a model that was converted as a whole does not hold
+    if plan.model.hash not in (model_hash(stored), model_hash(stored.to(model.dtype))):
+        raise FulldepthError(
+            f"The weights of the model are not those of {source}, which it was loaded from and which a recipe would "
+            "name: they were changed in memory. Save the model (save_pretrained), load it from that folder and export "
+            "again, or use --format layer."
+        )
+    return []
 
 
 def parameters_left(anatomy: Anatomy, plan: Plan) -> int:
