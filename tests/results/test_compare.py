@@ -304,7 +304,7 @@ def test_what_makes_a_difference_doubtful_is_said(part, changes, warned):
         ("token_policy", {"name": "last"}, "the token policies differ"),
     ],
 )
-def test_what_is_not_comparable_has_a_reason_in_place_of_differences(part, changes, reason):
+def test_what_is_not_comparable_has_a_reason_in_place_of_differences(part, changes, reason, tmp_path):
     a, b, c = (measurement(2, displacements([0.1, 0.2])) for _ in range(3))
     for one in (a, b, c):
         one.meta["data"]["text_hash"] = None if changes == {"hash": "sha256:bb"} else "t"  # None: an earlier version
@@ -314,6 +314,11 @@ def test_what_is_not_comparable_has_a_reason_in_place_of_differences(part, chang
     assert {name for name in found if name.endswith(":b")} == {"comparable:b"}
     assert reason in found["comparable:b"]["sentence"]
     assert "redundancy_change:c" in found
+    compared = compare({"a": a, "c": c, "b": b}, output=tmp_path / "out")
+    assert_allclose(differences(compared, "c"), [0.0, 0.0])
+    assert differences(compared, "b").isna().all()
+    assert compared.table.query("model == 'b'")["difference_error"].isna().all()
+    assert "b" not in {line.name for line in compared.figures()["difference_displacement"].data}
     for one in (a, b):  # one model on other data: what differs is the data
         one.meta["model"] |= {"name": "m", "config_hash": "sha256:cc"}
     assert ("comparable:b" in compare({"a": a, "b": b}).headline) == (reason != "the data differ")

@@ -11,12 +11,17 @@ from typing import Any, NamedTuple
 
 from fulldepth.core.errors import FulldepthError, needing, one_line, unknown
 from fulldepth.core.files import Fingerprint, sha256_of_file
-from fulldepth.evaluation.harness import quiet, seeded
+from fulldepth.evaluation.harness import SEED, quiet, seeded
 from fulldepth.evaluation.local_tasks import LOCAL_TASKS, local_task
 from fulldepth.settings.evaluate import EvaluateSettings
 
 CODE = (".yaml", ".yml", ".py", ".jinja", ".txt")
 """Suffixes of the files that lm-eval reads from the folder of a user's tasks."""
+DEFINITION = (
+    *("output_type", "description", "doc_to_text", "doc_to_target", "doc_to_choice", "doc_to_image", "doc_to_audio"),
+    *("target_delimiter", "gen_prefix", "process_results", "repeats", "filter_list"),
+)
+"""Entries of a task's configuration that decide what is asked about an example, and how the answer is read."""
 
 
 class Suite(NamedTuple):
@@ -57,6 +62,8 @@ class Loaded:
     """`tasks` and `groups`, as lm-eval's `evaluate` takes them."""
     content: str
     """Hash of what they are made of: configurations, code, rows and the version of lm-eval."""
+    asked: dict[str, dict[str, Any]]
+    """Task -> how its examples are asked, see `_asked`."""
 
     @property
     def generates(self) -> bool:
@@ -108,6 +115,7 @@ def load_tasks(settings: EvaluateSettings) -> dict[str, Loaded]:
                 tasks = dict(manager.load([local_tasks.get(name, name)]))
                 count = shots if settings.num_fewshot is None else settings.num_fewshot
                 content = _prepared(tasks["tasks"], count, settings)
+                asked = {key: _asked(task, settings) for key, task in tasks["tasks"].items()}
         except FulldepthError:
             raise
         except Exception as error:  # of any kind: data sets, templates, code of the task
@@ -116,7 +124,7 @@ def load_tasks(settings: EvaluateSettings) -> dict[str, Loaded]:
             raise FulldepthError(
                 f"The task {name} cannot be loaded: {one_line(text, 300)}.{'' if name in local_tasks else hint}"
             ) from error
-        loaded[name] = Loaded(tasks, str(Fingerprint(version("lm-eval"), json.dumps(code), *content)))
+        loaded[name] = Loaded(tasks, str(Fingerprint(version("lm-eval"), json.dumps(code), *content)), asked)
     if settings.gen_kwargs and not any(task.generates for task in loaded.values()):
         raise FulldepthError("gen_kwargs are for tasks that generate text, and none of these does; leave them out.")
     return loaded
@@ -140,5 +148,41 @@ def _prepared(tasks: dict[str, Any], num_fewshot: int | None, settings: Evaluate
             task.set_config(key="generation_kwargs", value=dict(options), update=True)
         shots = task.fewshot_docs() if task.get_config("num_fewshot") else ()
         parts += [key, task.dump_config(), *task.eval_docs, *shots]
-    # without the addresses of objects that are shown by their `repr`
-    return [re.sub(r" at 0x[0-9a-fA-F]+", "", json.dumps(part, sort_keys=True, default=str)) for part in parts]
+    return [_written(part) for part in parts]
+
+
+def _written(part: Any) -> str:
+    """A part of a task as text, without the addresses of objects that are shown by their `repr`."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", json.dumps(part, sort_keys=True, default=str))
+
+
+def _asked(task: Any, settings: EvaluateSettings) -> dict[str, Any]:
+    """How the examples of a prepared task are asked, whatever the model: two results that differ in it did not take the
+    same test. The place of the data and entries that are only names are left out.
+
+    Returns:
+        `num_fewshot` (solved examples in a prompt), `chat_template` (whether one is used), `system_instruction`,
+        `generation` (arguments with lm-eval's defaults; None for tasks that generate no text), `definition` (hash of
+        prompts, answers and filters), `solved_examples` (hash of the rows that they are drawn from; None without) and
+        `seed` (with which they are drawn, and texts sampled).
+    """
+    from lm_eval.models.utils import normalize_gen_kwargs  # noqa: PLC0415  # an extra
+
+    config = task.dump_config()
+    shots = int(config.get("num_fewshot") or 0)
+    generation = None
+    if task.OUTPUT_TYPE == "generate_until":
+        generation = json.loads(_written(dict(normalize_gen_kwargs(config.get("generation_kwargs") or {}))))
+    solved = None
+    if shots:
+        sampler = config.get("fewshot_config")
+        solved = str(Fingerprint(*map(_written, (config.get("fewshot_delimiter"), sampler, *task.fewshot_docs()))))
+    return {
+        "num_fewshot": shots,
+        "chat_template": settings.apply_chat_template,
+        "system_instruction": settings.system_instruction,
+        "generation": generation,
+        "definition": str(Fingerprint(*(_written(config.get(name)) for name in DEFINITION))),
+        "solved_examples": solved,
+        "seed": SEED if settings.seed is None else settings.seed,
+    }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from fulldepth.core.files import Fingerprint, sha256_of
 from fulldepth.core.number_format import plus_minus
 from fulldepth.core.uncertainty import GROUPS, advisable
 from fulldepth.evaluation.scoring import Score, Scored
@@ -110,9 +113,39 @@ def task_entries(scored: Scored) -> dict[str, dict[str, Any]]:
             "advised": curve.is_advised,
             "earliest": curve.earliest,
             "earliest_by_estimate": curve.by_estimate,
+            **_identity_of(scored, curve.task),
         }
         for curve in curves(scored)
     }
+
+
+def _identity_of(scored: Scored, task: str) -> dict[str, Any]:
+    """What two scores of a task must have in common to be compared: `examples`, a hash of their documents, and `asked`.
+
+    A group has the hash of its tasks' examples. Its `asked` has what its tasks have in common, and a `definition` of
+    the rest. Empty where a task's documents are not known.
+    """
+    tasks = _tasks_of(scored, task)
+    if not tasks or any(name not in scored.clusters or name not in scored.asked for name in tasks):
+        return {}
+    documents = [sha256_of(np.sort(scored.clusters[name]).astype("<u8").tobytes()) for name in tasks]
+    asked = [scored.asked[name] for name in tasks]
+    if tasks == [task]:
+        return {"examples": f"sha256:{documents[0]}", "asked": asked[0]}
+    shared = {key: value for key, value in asked[0].items() if all(entry[key] == value for entry in asked)}
+    shared.pop("definition", None)
+    rest = [
+        json.dumps([name, entry | dict.fromkeys(shared)], sort_keys=True)
+        for name, entry in zip(tasks, asked, strict=True)
+    ]
+    definition = {"definition": str(Fingerprint(*rest))}
+    return {"examples": str(Fingerprint(*documents)), "asked": dict.fromkeys(asked[0]) | shared | definition}
+
+
+def _tasks_of(scored: Scored, name: str) -> list[str]:
+    """A task itself, or the tasks of a group and of its groups, by name."""
+    members = scored.members.get(name)
+    return sorted({task for member in members for task in _tasks_of(scored, member)}) if members else [name]
 
 
 def findings(scored: Scored) -> dict[str, Finding]:

@@ -15,10 +15,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fulldepth.core.errors import FulldepthError
+from fulldepth.core.files import Fingerprint, sha256_of
 from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import identity
 from fulldepth.data.drawing import block_clusters, draw_windows
@@ -68,6 +70,8 @@ class Quality:
         if settings.embedder is not None:
             device = model.subject.device
             self.embedder = Embedder(settings.embedder, device, trust_remote_code=settings.trust_remote_code)
+            embedder_hash = str(Fingerprint(json.dumps(self.embedder.identity)))
+            self.data |= {"embedder": str(settings.embedder), "embedder_hash": embedder_hash}
         # what the numbers depend on beside settings and model
         self.content: list[Any] = [self.windows.tolist(), self.embedder and self.embedder.identity]
 
@@ -103,7 +107,15 @@ class Quality:
         clusters, unit, no_error = block_clusters(windows, [identity for identity, _ in documents])
         count = len({sampled[window.document][0] for window in windows})
         unit = PIECES if unit == "document" and count < len(set(clusters)) else unit
-        self.data = {"name": str(name), "documents": count, "clusters": len(set(clusters)), "unit": unit}
+        present = np.unique(np.array([identity for identity, _ in documents], np.uint64))
+        self.data = {
+            "name": str(name),
+            "hash": f"sha256:{sha256_of(present.astype('<u8').tobytes())}",
+            "documents": count,
+            "clusters": len(set(clusters)),
+            "unit": unit,
+            **settings.model_dump(include={"prompts", "prefix_tokens", "max_new_tokens", "top_p"}),
+        }
         return torch.tensor([window.ids for window in windows]), [] if no_error else clusters
 
     def score(self, folder: Path | None, watcher: Watcher) -> list[Row]:

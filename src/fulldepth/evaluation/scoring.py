@@ -66,6 +66,10 @@ class Scored:
     """Task -> for each example, the expected accuracy of what `chance` is of."""
     clusters: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     """Task -> identity of each example: equal documents are one."""
+    asked: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Task -> how its examples are asked, see `Loaded`."""
+    members: dict[str, list[str]] = field(default_factory=dict)
+    """Group of tasks -> its tasks and groups."""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -128,6 +132,8 @@ def score_tasks(
                 scores = list(_scores(output))
                 scored.scores.setdefault(layer, []).extend(scores)
                 if is_whole:
+                    scored.asked |= loaded.asked
+                    scored.members |= dict(output.get("group_subtasks") or {})
                     scored.layers |= {score.task: layers for score in scores}
                     scored.higher_is_better |= dict(output.get("higher_is_better") or {})
                     for task, listed in samples.items():

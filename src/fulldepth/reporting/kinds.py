@@ -136,7 +136,7 @@ KINDS = {
             first="scores",
             verb="evaluated",
             called="an evaluation",
-            held=("tasks", "exits", "full", "quality_data"),
+            held=("tasks", "exits", "full", "quality_data", "skipped"),
             is_layered=True,
             stops=True,
         ),

@@ -1,7 +1,7 @@
 """Reads, writes and compares result folders: tables, one JSON document, one page. Needs no torch."""
 
 from fulldepth.results.comparison import compare
-from fulldepth.results.differences import difference_errors
+from fulldepth.results.differences import difference_errors, paired_rows
 from fulldepth.results.document import FRAMEWORKS, SCHEMA_VERSION, Finding, provenance, versions
 from fulldepth.results.folder import (
     DOCUMENT,
@@ -44,6 +44,7 @@ __all__ = [
     "groups_of",
     "holder",
     "joined_influences",
+    "paired_rows",
     "provenance",
     "report",
     "stacked",

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from fulldepth.core import launch
 from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.reporting.kinds import KINDS
-from fulldepth.results import groups, verdict
+from fulldepth.results import groups, tasks, verdict
 from fulldepth.results.differences import (
     STEPS,
     Depth,
@@ -20,11 +22,13 @@ from fulldepth.results.differences import (
     depth_of_results,
     difference_errors,
     is_paired,
+    paired_rows,
     step_interval,
 )
 from fulldepth.results.document import SCHEMA_VERSION, provenance
 from fulldepth.results.folder import Results, claimed, finite
 from fulldepth.results.pages import unique_names
+from fulldepth.results.reasons import Entry
 from fulldepth.results.table import COLUMNS
 from fulldepth.settings.compare import CompareSettings
 from fulldepth.settings.keywords import takes_settings
@@ -192,32 +196,24 @@ def _side_by_side(
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The table of all models' rows with their differences from the baseline, and the entries of the document."""
     baseline = measured[first]
-    tables = []
     kind = KINDS[baseline.meta["kind"]]
-    models: list[verdict.Entry] = []
+    models = [
+        _entry(result, label, index == first)
+        for index, (result, label) in enumerate(zip(measured, labels, strict=True))
+    ]
+    tables = []
     intervals: dict[tuple[str, str], Interval | None] = {}
-    for index, (result, label) in enumerate(zip(measured, labels, strict=True)):
+    for entry, result in zip(models, measured, strict=True):
+        label = entry["label"]
         rows = result.table[COLUMNS].assign(model=label, difference=float("nan"), difference_error=float("nan"))
-        meta = result.meta
-        models.append(
-            {
-                "label": label,
-                "baseline": index == first,
-                "run": {"seed": meta.get("seed")},
-                **{part: meta.get(part) or {} for part in ("model", "data", "token_policy", "sampling", "versions")},
-                "read": _read(result),
-                "headline": meta.get("headline") or {},
-                "lens_grid": meta.get("lens_grid"),
-                "left_out": meta.get("left_out") or [],
-                **{key: meta[key] for key in kind.held if meta.get(key) is not None},
-            }
-        )
-        if index != first:
+        if not entry["baseline"]:
             base = counterparts(rows, depth_of_results(result), baseline.table, depth_of_results(baseline), depth)
             rows["difference"] = rows["value"] - base[:, 0]
             rows["difference_error"] = difference_errors(result, baseline, depth)
             rows["error_at_last"] = difference_errors(result, baseline, "relative")  # last layer against last layer
-            models[-1]["paired"] = is_paired(result, baseline)
+            entry["paired"] = is_paired(result, baseline)
+            rows.loc[_incomparable_rows(rows, entry, models[first]), ["difference", "difference_error"]] = float("nan")
+            _note_pairing(entry, rows[paired_rows(result, baseline) & rows["difference"].notna()], models[first])
             intervals |= {(name, label): step_interval(name, result, baseline) for name in STEPS}
         tables.append(rows)
     table = pd.concat(tables, ignore_index=True)
@@ -226,6 +222,47 @@ def _side_by_side(
         "warnings": verdict.comparison_warnings(table, models),
     }
     return table.drop(columns="error_at_last"), {"models": models, **texts} | ({"of": kind.name} if kind.held else {})
+
+
+def _entry(result: Results, label: str, is_baseline: bool) -> Entry:
+    """The entry of a model in `models`."""
+    meta = result.meta
+    held = {key: meta[key] for key in KINDS[meta["kind"]].held if meta.get(key) is not None}
+    if "tasks" in held:
+        held["tasks"] = {task: dict(entry or {}) for task, entry in held["tasks"].items()}  # gets the entry `paired`
+    return {
+        "label": label,
+        "baseline": is_baseline,
+        "run": {"seed": meta.get("seed")},
+        **{part: meta.get(part) or {} for part in ("model", "data", "token_policy", "sampling", "versions")},
+        "read": _read(result),
+        "headline": meta.get("headline") or {},
+        "lens_grid": meta.get("lens_grid"),
+        "left_out": meta.get("left_out") or [],
+        **held,
+    }
+
+
+def _incomparable_rows(rows: pd.DataFrame, entry: Entry, baseline: Entry) -> NDArray[np.bool_]:
+    """`[rows]` which rows have no difference, because they are not comparable with those of the baseline."""
+    if verdict.incomparable(entry, baseline):
+        return np.ones(len(rows), bool)
+    none = np.zeros(len(rows), bool)
+    return np.logical_or.reduce([none, *(test.rows(rows) for test in tasks.refused(entry, baseline))])
+
+
+def _note_pairing(entry: Entry, paired: pd.DataFrame, baseline: Entry) -> None:
+    """Note in the entries of an evaluation's tasks whether their main scores are compared by example.
+
+    The evaluation itself is paired if all tasks are that have a difference.
+    """
+    refused = {test.site for test in tasks.refused(entry, baseline)}
+    for task, scores, _ in tasks.shared(entry, baseline):
+        main = (paired["site"] == task) & (paired["statistic"] == scores.get("metric"))
+        entry["tasks"][task]["paired"] = bool(main.any())
+    if shared := [task for task, *_ in tasks.shared(entry, baseline)]:
+        compared = [entry["tasks"][task]["paired"] for task in shared if task not in refused]
+        entry["paired"] = bool(compared) and all(compared)
 
 
 def _read(result: Results) -> dict[str, Any]:

@@ -34,6 +34,11 @@ FROM_THE_END = "jump_rate"
 """Measure whose layers are counted from the last one: zeta_L is compared with zeta_L at any depth."""
 ERROR = "standard_error"
 ERROR_OF = "standard_error_of_"
+TASK_SCORE = "task_score"
+"""Measure of the scores of tasks, whose site is the task."""
+EVALUATED = (TASK_SCORE, "generation_quality")
+"""Measures of an evaluation: the standard error of METRIC is the statistic METRIC_stderr."""
+ERROR_SUFFIX = "_stderr"
 TARGET = 0.95
 """Share of the last layer's accuracy that defines the effective depth of the headline."""
 
@@ -175,42 +180,82 @@ def _keyed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return keys.astype({"layer": np.float64, "other": np.float64})
 
 
-def is_paired(results: Results, baseline: Results) -> bool:
-    """Return True if both results have influences of the same groups of the same clusters."""
+def is_paired(results: Results, baseline: Results, task: str | None = None) -> bool:
+    """Return True if both results have influences of the same groups of the same clusters.
+
+    Args:
+        results: some results.
+        baseline: those that they are compared with.
+        task: of an evaluation: its examples alone must be the same, if both results state them.
+    """
+    if results.influences is None or baseline.influences is None:
+        return False
+    if task is not None:
+        examples = {
+            ((result.meta.get("tasks") or {}).get(task) or {}).get("examples") for result in (results, baseline)
+        }
+        if None not in examples:
+            return len(examples) == 1
     hashes = {(result.meta.get("groups") or {}).get("hash") for result in (results, baseline)}
-    known = results.influences is not None and baseline.influences is not None
-    return known and len(hashes) == 1 and None not in hashes
+    return len(hashes) == 1 and None not in hashes
+
+
+def paired_rows(results: Results, baseline: Results) -> NDArray[np.bool_]:
+    """`[rows]` which rows of the table are compared by cluster; the others are compared as independent numbers.
+
+    The tasks of an evaluation are paired one by one. A score that is no mean over examples (perplexity) has no
+    influences and is not paired.
+    """
+    rows = _keyed(results.table)
+    is_score = (rows["measure"] == TASK_SCORE).to_numpy()
+    if results.influences is None or not is_score.any():
+        return np.full(len(rows), is_paired(results, baseline))
+    by_task = {str(task): is_paired(results, baseline, str(task)) for task in rows["site"][is_score].unique()}
+    known = rows.merge(_keyed(results.influences).drop_duplicates(), how="left", on=KEYS, indicator=True)
+    has_influences = (known["_merge"] == "both").to_numpy()
+    return np.where(is_score, rows["site"].map(by_task).eq(True) & has_influences, is_paired(results, baseline))
 
 
 def difference_errors(results: Results, baseline: Results, depth: Depth) -> Array:
     """Standard error of every row's difference from the baseline at the same depth.
 
-    Influences, and the standard errors of unpaired results, are interpolated between layers like the values.
+    Influences, and the standard errors of rows that are not paired (`paired_rows`), are interpolated between layers
+    like the values.
 
     Returns:
         `[rows]`, in each row's unit; NaN where it is not known.
     """
-    paired = is_paired(results, baseline)
-    rows, base = (result.influences if paired else _errors(result.table) for result in (results, baseline))
-    assert rows is not None
-    assert base is not None
-    columns = groups_of(rows) if paired else ["value"]
-    values = rows[columns].to_numpy(np.float64)
-    base_values = counterparts(rows, depth_of_results(results), base, depth_of_results(baseline), depth, columns)
-    errors = error_of((values - base_values).T) if paired else np.hypot(values, base_values)[:, 0]
-    known = _keyed(rows).assign(error=errors).drop_duplicates(KEYS)
-    return _keyed(results.table).merge(known, how="left", on=KEYS)["error"].to_numpy(np.float64)
+    paired = paired_rows(results, baseline)
+    errors = np.full(len(paired), np.nan)
+    for rows, base, columns, chosen in (
+        (results.influences, baseline.influences, None, paired),
+        (_errors(results.table), _errors(baseline.table), ["value"], ~paired),
+    ):
+        if not chosen.any() or rows is None or base is None:
+            continue
+        groups = columns or max(groups_of(rows), groups_of(base), key=len)  # of a task, groups beyond its own are NaN
+        values, base = rows.reindex(columns=[*KEYS, *groups]), base.reindex(columns=[*KEYS, *groups])
+        base_values = counterparts(values, depth_of_results(results), base, depth_of_results(baseline), depth, groups)
+        own_values = values[groups].to_numpy(np.float64)
+        found = np.hypot(own_values, base_values)[:, 0] if columns else error_of((own_values - base_values).T)
+        known = _keyed(rows).assign(error=found).drop_duplicates(KEYS)
+        every = _keyed(results.table).merge(known, how="left", on=KEYS)["error"].to_numpy(np.float64)
+        errors = np.where(chosen, every, errors)
+    return errors
 
 
 def _errors(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of standard errors, each under the statistic whose error it is."""
-    rows = table[table["statistic"].str.startswith(ERROR)].copy()
+    is_evaluated = table["measure"].isin(EVALUATED) & table["statistic"].str.endswith(ERROR_SUFFIX)
+    scores = table[is_evaluated].copy()
+    scores["statistic"] = scores["statistic"].str.removesuffix(ERROR_SUFFIX)
+    rows = table[table["statistic"].str.startswith(ERROR) & ~is_evaluated].copy()
     plain = ["value" if measure == "jump_rate" else "mean" for measure in rows["measure"]]
     rows["statistic"] = [
         name.removeprefix(ERROR_OF) if name.startswith(ERROR_OF) else mean + name.removeprefix(ERROR)
         for name, mean in zip(rows["statistic"], plain, strict=True)
     ]
-    return rows
+    return pd.concat([rows, scores])
 
 
 def step_interval(name: str, results: Results, baseline: Results) -> Interval | None:

@@ -296,6 +296,18 @@ class GeneratedEntry(Entries):
     stats: StatsEntry | None = None
 
 
+class AskedEntry(Entries):
+    """How the examples of a task are asked; of a group of tasks, what its tasks have in common."""
+
+    num_fewshot: Whole | None = None
+    chat_template: bool | None = None
+    system_instruction: str | None = None
+    generation: Object | None = None
+    definition: str | None = None
+    solved_examples: str | None = None
+    seed: Whole | None = None
+
+
 class TaskEntry(Entries):
     """A task of an evaluation."""
 
@@ -306,6 +318,11 @@ class TaskEntry(Entries):
     chance: Number | None = None
     earliest: Layer | None = None
     earliest_by_estimate: Layer | None = None
+    examples: str | None = None
+    """Hash of the documents."""
+    asked: AskedEntry | None = None
+    paired: bool | None = None
+    """Of a comparison: whether the main score is compared by example."""
 
 
 class TestEntry(Entries):
@@ -378,6 +395,13 @@ class StepEntry(Entries):
     left_out: list[LeftOutEntry] | None = None
 
 
+class StackEntry(Entries):
+    """One of several stacks of layers that a measurement is of."""
+
+    name: str
+    num_layers: Layer | None = None
+
+
 class Described(Entries):
     """Entries of a document, and of each of several models that a document is of."""
 
@@ -393,6 +417,7 @@ class Described(Entries):
     exits: list[ExitEntry] | None = None
     full: FullEntry | None = None
     tasks: dict[str, TaskEntry] | None = None
+    skipped: Object | None = None
     recipe: str | None = None
 
 
@@ -429,6 +454,7 @@ class Document(Described):
     word_maps: list[WordMap] | None = None
     linear_lens: Object | None = None
     steps: list[StepEntry] | None = None
+    stacks: list[StackEntry] | None = None
     models: list[ComparedEntry] | None = None
     next: NextEntry | None = None
     plan: PlanEntry | None = None

@@ -26,6 +26,7 @@ from fulldepth.results.differences import Depth, counterparts, depth_of_results
 from fulldepth.results.document import Finding
 from fulldepth.results.folder import Results
 from fulldepth.results.pages import unique_names
+from fulldepth.results.reasons import unlike
 from fulldepth.results.table import COLUMNS
 from fulldepth.results.verdict import Entry, Number
 from fulldepth.settings.measure import SPEED_ONLY
@@ -54,7 +55,7 @@ NOT_COMPARABLE = (
     ("the sequence lengths differ", "settings", "sequence_length"),
     ("the numbers of validation targets differ", "", "targets"),
 )
-"""Differences that make two training runs incomparable, see `verdict.unlike`."""
+"""Differences that make two training runs incomparable, see `reasons.unlike`."""
 OTHER_REASONS = (
     ("the batch sizes differ", "settings", "global_batch_size"),
     ("the learning-rate schedules are of different length", "settings", "steps"),
@@ -219,7 +220,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _entry(label: str, member: Member) -> Entry:
-    """Entry of a member in the form that `verdict.unlike` compares."""
+    """Entry of a member in the form that `reasons.unlike` compares."""
     meta = member.results.meta
     losses = _rows(member.results.table, "validation_loss")["count"].dropna()
     parts = ("model", "data", "settings", "versions", "token_policy", "sampling")
@@ -249,7 +250,7 @@ def _reasons(pairs: list[list[Entry]], kind: str) -> list[str]:
                 finding = verdict.not_comparable(entry, other, NOT_COMPARABLE)
             if finding is not None:
                 raise FulldepthError(str(finding.sentence))
-            if reasons := verdict.unlike(entry, other, OTHER_REASONS, where_stated=True):
+            if reasons := unlike(entry, other, OTHER_REASONS, where_stated=True):
                 labels = f"{entry['label']} and {other['label']}"
                 lines.append(f"{labels}: a small difference may have other reasons than the methods: {reasons}.")
     return [*lines[:1], *verdict.depth_warning(*firsts)]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from fulldepth.core.number_format import plus_minus, rounded
 from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, Difference, measurable
-from fulldepth.results.differences import Interval
+from fulldepth.results import tasks
+from fulldepth.results.differences import TASK_SCORE, Interval
 from fulldepth.results.document import Finding
+from fulldepth.results.reasons import Entry, unlike
 
 
 class Number(NamedTuple):
@@ -80,12 +82,9 @@ OTHER_REASONS = (
     ("parts are removed before different numbers of positions", "read", "effect_positions"),
     ("the linear lenses are fitted on different text", "read", "fit", "fit_name"),
     ("the versions of fulldepth differ", "versions", "fulldepth"),
+    ("the versions of lm-eval differ", "versions", "lm-eval"),
 )
 """Other differences that affect the numbers of a measurement."""
-TASK = (("the numbers of examples differ", "", "count"), ("the metrics differ", "", "metric"))
-"""Differences that make two scores of a task incomparable."""
-Entry = dict[str, Any]
-"""Entry of a model in a comparison's document."""
 Intervals = Mapping[tuple[str, str], Interval | None]
 """(name, label) -> interval of the difference of a number that has no standard error; None = not known."""
 
@@ -95,7 +94,8 @@ def comparison_headline(
 ) -> dict[str, Finding]:
     """Differences of every model from the baseline, by `name:label`.
 
-    A model that is not comparable with the baseline has a single finding, the reason. Such findings come first.
+    A model that is not comparable with the baseline has a single finding, the reason; so has a task of an
+    evaluation. Such findings come first.
 
     Args:
         table: the comparison's table, with the errors of differences that align last layers as `error_at_last`.
@@ -106,6 +106,11 @@ def comparison_headline(
     refused = {
         f"comparable:{model['label']}": reason for model in compared if (reason := incomparable(model, baseline))
     }
+    for model in compared:
+        for test in tasks.refused(model, baseline):
+            pair = f"{model['label']} and {baseline['label']}"
+            sentence = f"{test.title}: {pair} are not comparable because {test.reasons}."
+            refused[f"comparable {test.title}:{model['label']}"] = Finding(None, "1", sentence)
     return refused | {
         f"{name}:{model['label']}": finding
         for model in compared
@@ -174,8 +179,14 @@ def _rows(table: pd.DataFrame, model: Entry, measure: str, statistic: str, site:
 
 
 def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Intervals) -> Iterator[tuple[str, Finding]]:
-    """Differences of the numbers that both models have."""
-    for name, number in NUMBERS.items():
+    """Differences of the numbers that both models have, and of the main scores of their tasks."""
+    refused = {test.site for test in tasks.refused(model, baseline)}
+    scores = {
+        f"score {task}": Number(f"{task} ({entry['metric']})", TASK_SCORE, entry["metric"], site=task)
+        for task, entry, _ in tasks.shared(model, baseline)
+        if task not in refused and entry.get("metric")
+    }
+    for name, number in (NUMBERS | scores).items():
         values = []
         for entry in (model, baseline):
             rows = _rows(table, entry, number.measure, number.statistic, number.site)
@@ -192,8 +203,10 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
         low, high = (interval.low, interval.high) if interval else (difference - spread, difference + spread)
         change = rounded(difference, "+.3g")
         ends = f"95 % interval {rounded(low, '+.3g')} to {rounded(high, '+.3g')}"
-        test = _test(interval.paired if interval else bool(model.get("paired")))
-        if abs(difference) <= ROUNDING * abs(row["value"]) and not (interval and (low or high)):
+        is_paired = model["tasks"][number.site].get("paired") if name in scores else model.get("paired")
+        test = _test(interval.paired if interval else bool(is_paired))
+        farthest = abs(difference) + (0.0 if math.isnan(spread) else spread)
+        if farthest <= ROUNDING * abs(row["value"]) and not (interval and (low or high)):
             verdict = "no difference"
         elif interval and low <= 0 <= high:
             verdict = f"no measurable difference ({test}, {ends})"
@@ -239,10 +252,7 @@ def comparison_warnings(table: pd.DataFrame, models: list[Entry]) -> list[str]:
         pair = f"{model['label']} and {baseline['label']}"
         if reasons := unlike(model, baseline, OTHER_REASONS, where_stated=True):
             lines.append(f"{pair}: a small difference may have other reasons than the models: {reasons}.")
-        for task in [name for name in model.get("tasks") or () if name in (baseline.get("tasks") or ())]:
-            scores, base_scores = ({"label": entry["label"], **entry["tasks"][task]} for entry in (model, baseline))
-            if reasons := unlike(scores, base_scores, TASK, where_stated=True):
-                lines.append(f"{task}: its scores are not comparable because {reasons}.")
+        lines += tasks.notes(model, baseline)
         lines += depth_warning(model, baseline)
         for label, other in ((model["label"], baseline["label"]), (baseline["label"], model["label"])):
             if lacking := sorted(measures[other] - measures[label]):
@@ -259,26 +269,6 @@ def depth_warning(model: Entry, baseline: Entry) -> list[str]:
         f"{model['label']} and {baseline['label']} have {layers[0]} and {layers[1]} layers: numbers "
         "per layer (displacement, norm_ratio, saturation counts) shrink as a model gets more layers."
     ]
-
-
-def unlike(model: Entry, baseline: Entry, causes: Sequence[tuple[str, ...]], where_stated: bool = False) -> str:
-    """Names the causes in which two models differ, with both values if they print differently; empty if there are none.
-
-    Args:
-        model: a model.
-        baseline: the model that it is compared with.
-        causes: for each cause its text, the part of the entry (empty = the entry itself), the key to compare, and
-            optionally another key whose values are shown.
-        where_stated: compare a value only if both entries state it.
-    """
-    reasons = []
-    for text, part, *keys in causes:
-        parts = [(entry.get(part) or {}) if part else entry for entry in (model, baseline)]
-        values, printed = ([entry.get(key) for entry in parts] for key in (keys[0], keys[-1]))
-        if values[0] != values[1] and not (where_stated and None in values):
-            stated = f" ({model['label']}: {printed[0]}, {baseline['label']}: {printed[1]})"
-            reasons.append(text + (stated if printed[0] != printed[1] else ""))
-    return "; ".join(reasons)
 
 
 def difference_in_words(gap: Difference, other: str, units: str) -> str:

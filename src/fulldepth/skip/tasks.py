@@ -18,7 +18,7 @@ from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import SIGNIFICANT
 from fulldepth.evaluation import EvaluateSettings, OtherResultsError, evaluate, load_tasks
 from fulldepth.hf import load_tokenizer
-from fulldepth.results import DOCUMENT, Finding, Results, difference_errors
+from fulldepth.results import DOCUMENT, Finding, Results, difference_errors, paired_rows
 from fulldepth.settings.heal import HealSettings
 
 MEASURE = "task_score"
@@ -179,6 +179,7 @@ def task_readings(
         compared_with: name of the first model in sentences.
     """
     errors = pd.Series(difference_errors(scored, reference, "layer"), scored.table.index)
+    errors = errors.where(paired_rows(scored, reference))  # two states of one model are not independent
     for task, entry in scored.meta["tasks"].items():
         metric = entry["metric"]
         values = []
