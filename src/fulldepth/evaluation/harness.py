@@ -234,6 +234,8 @@ class LayeredAnswers(HarnessModel):
                 f"{self.title}: a continuation of {longest:,} tokens is longer than the model's {self.max_length:,} "
                 "positions, so it has no likelihood."
             )
+        if self._is_whole:
+            self.cut += sum(len(context) + len(tokens) - 1 > self.max_length for _, context, tokens in requests)
         keys = [_key(request) for request in requests]
         waiting = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers}
         if waiting:
@@ -263,7 +265,6 @@ class LayeredAnswers(HarnessModel):
         for group in batch:
             whole = (group[0][1] + group[0][2])[:-1]
             rows.append(whole[-self.max_length :])
-            self.cut += len(group) * (len(whole) > self.max_length)
         width = max(map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long, device=self.device)
         requests = [(number, request) for number, group in enumerate(batch) for request in group]
@@ -287,7 +288,12 @@ class LayeredAnswers(HarnessModel):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts that the first layers, up to the exit layer, generate."""
-        if any(request.args[1].get("do_sample") for request in requests):  # each draw is another text
+        options = [self._options(request.args[1]) for request in requests]
+        if self._is_whole:
+            rooms = [self.max_length - option["max_gen_toks"] for option in options]
+            texts = [request.args[0] for request in requests]
+            self.cut += sum(len(self.tok_encode(text)) > room for text, room in zip(texts, rooms, strict=True))
+        if any(option["do_sample"] for option in options):  # each draw is another text
             return self._generate(requests)
         keys = [self._text_key(request.args) for request in requests]
         waiting = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers}
@@ -302,6 +308,17 @@ class LayeredAnswers(HarnessModel):
                 self.cache_hook = before
             self.answers.put({k: text for k, text in zip(waiting, texts, strict=True) if k not in self.answers})
         return [self.answers[key] for key in keys]
+
+    @property
+    def _is_whole(self) -> bool:
+        """True if the whole model answers, as it does once for every request, before its exit layers."""
+        return bool(self.layer == self.reader.layers[-1])
+
+    def _options(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of generation with the harness's defaults: a temperature above 0 alone turns sampling on."""
+        from lm_eval.models.utils import normalize_gen_kwargs  # noqa: PLC0415  # an extra
+
+        return dict(normalize_gen_kwargs(dict(arguments), self.max_gen_toks))
 
     def add_partial(self, kind: str, arguments: Any, text: str) -> None:
         """Called by the harness after each text, as its `cache_hook`: keeps the texts of complete batches."""
