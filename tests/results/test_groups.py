@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
@@ -248,3 +249,16 @@ def test_trained_groups_from_the_shell_and_measured_ones(tmp_path, recipe, main)
         for one in measured[0]:
             one.meta["training"] = None
         compare(measured[0], against=measured[1])
+
+
+def test_a_number_in_several_rows_is_refused():
+    jreg, llama = methods()
+    rows = jreg[2].table
+    several = rows[(rows.measure == "validation_loss") & (rows.step == LAST)]
+    jreg[2] = Results(pd.concat([rows, several]), jreg[2].meta)
+    with refused(None, "several rows for one number: validation_loss mean"):
+        compare(jreg, against=llama)
+    with refused(None, "several rows for one number: validation_loss mean"):
+        compare(llama, against=jreg)
+    jreg[2] = Results(pd.concat([rows, several.assign(value=np.nan)]), jreg[2].meta)  # says nothing of the number
+    assert "validation_loss" in compare(jreg, against=llama).headline

@@ -25,6 +25,7 @@ from fulldepth.results import verdict
 from fulldepth.results.differences import Depth, counterparts, depth_of_results
 from fulldepth.results.document import Finding
 from fulldepth.results.folder import Results
+from fulldepth.results.influences import KEYS
 from fulldepth.results.pages import unique_names
 from fulldepth.results.reasons import unlike
 from fulldepth.results.table import COLUMNS
@@ -124,6 +125,8 @@ def compare_groups(
     entries = [[_entry(label, member) for label, member in zip(labels, pair, strict=True)] for pair in pairs]
     lines += _reasons(entries, kind)
     step, tables = _tables(members, labels)
+    for member, table in zip(members, tables, strict=True):
+        _check_unique(member, table)
     if step is not None:
         lines += _notes_on_runs(members, step)
     rows = []
@@ -286,6 +289,23 @@ def _tables(members: list[Member], labels: Sequence[str]) -> tuple[int | None, l
         table[(table["step"] == step) & ~table["measure"].isin(left_out)][COLUMNS].reset_index(drop=True)
         for table in tables
     ]
+
+
+def _check_unique(member: Member, table: pd.DataFrame) -> None:
+    """Check that every number stands in one row.
+
+    Raises:
+        FulldepthError: if one stands in several.
+    """
+    known = table[np.isfinite(table["value"])]
+    repeated = known[known.duplicated([*KEYS, "unit"])]
+    if len(repeated):
+        row = repeated.iloc[0]
+        layer = "" if pd.isna(row["layer"]) else f" of layer {row['layer']}"
+        raise FulldepthError(
+            f"{one_line(member.place, 200)} has several rows for one number: {row['measure']} {row['statistic']}"
+            f"{layer}. Leave one of them, or run the command again that wrote them."
+        )
 
 
 def _busy(member: Member, step: int) -> str:
