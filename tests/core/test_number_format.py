@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulldepth.core.number_format import plus_minus
+from fulldepth.core.number_format import bytes_in_words, plus_minus
 
 
 @given(st.floats(1e-9, 1e6))
@@ -29,3 +29,23 @@ def test_an_unknown_error_is_not_written():
         "± 1,234",
     ]
     assert plus_minus(0.00432, 3) == "± 0.004"
+
+
+@given(st.integers(0, 10**15))
+def test_bytes_are_written_with_a_unit_that_shows_them(count):
+    """Read back with the SI's factors: right to the last decimal, and no size but 0 reads as 0."""
+    number, unit = bytes_in_words(count).split()
+    factor = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}[unit]
+    assert math.isclose(float(number) * factor, count, abs_tol=0.0051 * factor if factor > 1 else 0)
+    assert (float(number) == 0) == (count == 0)
+
+
+def test_examples_of_bytes_in_words():
+    assert [bytes_in_words(count) for count in (0, 980, 1000, 1_460_000, 15.2e9, 2.5e12)] == [
+        "0 bytes",
+        "980 bytes",
+        "1.00 kB",
+        "1.46 MB",
+        "15.20 GB",
+        "2.50 TB",
+    ]

@@ -26,6 +26,14 @@ def plus_minus(error: float | None, decimals: int | None = None) -> str:
     return f"± {error:.{1 - math.floor(math.log10(error))}f}" if "e-" in text else f"± {text}"
 
 
+def bytes_in_words(count: float) -> str:
+    """A number of bytes in the largest decimal unit that it fills: `980 bytes`, `1.46 MB`, `15.20 GB`."""
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:.0f} bytes"
+
+
 def to_decimals(value: float, decimals: int = 3) -> str:
     """A number of at least 0 with a fixed number of decimals; `below 0.0005` where they would all be zeros."""
     least = 0.5 * 10.0**-decimals

@@ -22,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from fulldepth.architectures.skipped import older_rope
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import atomic, atomic_folder, read_json, remove_leftovers
+from fulldepth.core.number_format import bytes_in_words
 from fulldepth.hf.file_checks import (
     TOKENIZER_FILES,
     TOKENIZER_TEXTS,
@@ -69,9 +70,10 @@ def check_disk_space(target: Path, size: float, advice: str = "Choose another pl
     existing = next(place for place in (target.absolute(), *target.absolute().parents) if place.exists())
     free = shutil.disk_usage(existing).free
     if free < size:
-        raise FulldepthError(
-            f"{target} needs at least {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {existing}. {advice}"
-        )
+        needed, left = bytes_in_words(size), bytes_in_words(free)
+        if needed == left:  # the difference is below the last decimal
+            needed, left = f"{math.ceil(size):,} bytes", f"{free:,} bytes"
+        raise FulldepthError(f"{target} needs at least {needed}, and {left} are free in {existing}. {advice}")
 
 
 def size_of(model: PreTrainedModel | str | Path, revision: str | None = None, itemsize: int | None = None) -> int:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from fulldepth.core.distributed import current
 from fulldepth.core.errors import FulldepthError, StoppedError, is_disk_full, one_line
 from fulldepth.core.files import Fingerprint, atomic, locked, read_json, reading, validated
+from fulldepth.core.number_format import bytes_in_words
 from fulldepth.core.progress import Watcher
 from fulldepth.data import ORDER
 from fulldepth.execution import find_anatomy
@@ -335,7 +336,7 @@ def check_disk(model: PreTrainedModel, settings: TrainSettings, folder: Path, ch
     check_disk_space(
         folder,
         count * size,
-        f"Checkpoints with weights and optimiser: {count} x {size / 1e9:.2f} GB. Keep fewer (keep_checkpoints=1, "
+        f"Checkpoints with weights and optimiser: {count} x {bytes_in_words(size)}. Keep fewer (keep_checkpoints=1, "
         "save_every=N), choose another place, or free some space.",
     )
 

@@ -23,6 +23,7 @@ from fulldepth import exit
 from fulldepth.architectures import TESTED_TRANSFORMERS
 from fulldepth.execution import find_anatomy, readers
 from fulldepth.hf import skipping
+from fulldepth.hf.checkpoint_folder import check_disk_space
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.export import NOTES, export, load
 from fulldepth.skip.exports.formats import FORMATS, as_stock, decilm
@@ -440,7 +441,7 @@ def test_a_disk_that_is_too_small_is_named_before_the_work(writer, tmp_path, mon
         "heal": lambda: heal(plan, model, ["w1 w2"], tmp_path / "made", steps=0),
         "exit": lambda: exit.export_layers(model, tmp_path / "made", layers=2, tokenizer=tokenizer()),
     }
-    with refused("0.00 GB are free"):
+    with refused(r"needs at least \d+\.\d\d [kM]B, and 1\.00 kB are free"):
         runs[writer]()
     assert not list(tmp_path.iterdir())
 
@@ -470,3 +471,13 @@ def test_the_revision_of_a_model_is_not_that_of_a_tokenizer_that_is_named(tmp_pa
     searched = plan.changed(data={**plan.data, "tokenizer": "some/tokenizer"})
     made = export(searched, "some/model", "folded", tmp_path / "searched", revision="older")
     assert AutoTokenizer.from_pretrained(made.path).get_vocab() == tokenizer().get_vocab()
+
+
+def test_needed_and_free_bytes_differ_in_the_message(tmp_path, monkeypatch):
+    free = 10**9
+    monkeypatch.setattr("fulldepth.hf.checkpoint_folder.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    check_disk_space(tmp_path, free)
+    with refused("needs at least 1,000,000,001 bytes, and 1,000,000,000 bytes are free"):
+        check_disk_space(tmp_path, free + 1)
+    with refused("needs at least 2.50 GB, and 1.00 GB are free"):
+        check_disk_space(tmp_path, 2.5e9)

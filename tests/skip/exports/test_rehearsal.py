@@ -94,7 +94,7 @@ def test_a_tokenizer_that_does_not_load_is_found_by_the_fresh_process_before_the
     [
         ("qwen3_moe", {"rank": 0, "steps": 1}, "does not store such a weight of a qwen3moe"),  # trained experts
         ("llama", {"gguf": "in/source.gguf/small.gguf"}, "Cannot write the export"),
-        ("llama", {"free": 1000}, "needs at least 0.00 GB"),
+        ("llama", {"free": 1000}, r"needs at least \d+\.\d\d [kM]B, and 1.00 kB are free"),
         ("llama", {"rounding": -1.0}, "Choose a larger type .--gguf-type"),
     ],
 )

@@ -131,7 +131,7 @@ def check_source(model: PreTrainedModel, plan: Plan, settings: ExportSettings) -
         FulldepthError: if the weights differ.
     """
     readable_source(model)
-    source = packaged(model.name_or_path)
+    source = packaged(model.name_or_path or "")
     commit = None if Path(source).is_dir() else getattr(model.config, "_commit_hash", None)
     unread = f"UNVERIFIED: the weights of {source} were not compared with those of the plan"
     if getattr(model, "is_quantized", False):
@@ -147,7 +147,7 @@ def check_source(model: PreTrainedModel, plan: Plan, settings: ExportSettings) -
     if type(stored) is not type(model):
         return [f"{unread}, as the model is a {type(model).__name__} and they are those of a {type(stored).__name__}."]
     # some classes load single weights in float32, which a model that was converted as a whole does not hold
-    if plan.model.hash not in (model_hash(stored), model_hash(stored.to(model.dtype))):
+    if plan.model.hash not in (model_hash(stored), model_hash(stored.to(dtype=model.dtype))):
         raise FulldepthError(
             f"The weights of the model are not those of {source}, which it was loaded from and which a recipe would "
             "name: they were changed in memory. Save the model (save_pretrained), load it from that folder and export "
