@@ -11,6 +11,7 @@ from data.conftest import jsonl, talk
 from fulldepth.data import builtin_texts, open_source, prepare, train_tokenizer
 from fulldepth.data.conversations import conversations, encode_prompt
 from fulldepth.data.examples import read_examples, units
+from fulldepth.data.mixture import Mixture
 from fulldepth.training.text import _encoded, chat_examples
 from refusals import refused
 from skip.word_tokenizer import (
@@ -336,3 +337,18 @@ def test_units_are_named_as_they_are_cut(tmp_path, kind, named):
     if kind == "one long text":
         (record,) = open_source(str(data)).records
         assert record.text == data.read_text()
+
+
+PAIRS_OF_TEXT = [{"prompt": f"w{number}", "response": "w1 w2"} for number in range(6)]
+
+
+def test_a_source_of_which_the_limit_reads_one_row_is_not_said_to_hold_one():
+    """Six rows each: the limit, of which two sources have a share, is what leaves one."""
+    for data, limit in ((PAIRS_OF_TEXT, 1), (Mixture((PAIRS_OF_TEXT, PAIRS_OF_TEXT)), 1)):
+        with refused("^1 row was read of .*--max-sequences.*one row: none can be held out.*Raise the limit"):
+            read_examples(data, tokenizer(), 64, limit=limit)
+    with refused("holds one row, so none can be held out"):
+        read_examples(PAIRS_OF_TEXT[:1], tokenizer(), 64)
+    with refused("holds one row, so none can be held out"):
+        read_examples(PAIRS_OF_TEXT[:1], tokenizer(), 64, limit=2)
+    assert len(read_examples(PAIRS_OF_TEXT, tokenizer(), 64, limit=2).heldout) == 1

@@ -245,7 +245,15 @@ REFUSED = [
     ("given", {"blocks": 2, "given": [1, 2], "search": "greedy"}),
     ("blocks is 1", {"search": "given", "given": [1, 2]}),
     ("layer 3 more than once", {"blocks": None, "search": "given", "given": [3, 3]}),
-    ("layer 6", {"blocks": None, "search": "given", "given": [6]}),
+    ("^There is no attention of layer 6 to remove", {"blocks": None, "search": "given", "given": [6]}),
+    (
+        "^There is no layer 6 to remove",
+        {"blocks": None, "search": "given", "given": [6], "granularity": "layer", "fit": False},
+    ),
+    (
+        "--given removes from layer 2, of which --keep lets nothing be removed",
+        {"blocks": None, "search": "given", "given": [1, 2], "keep": [2]},
+    ),
     ("budget", {"budget": "soon"}),
     ("--budget has no effect with --search exact; it applies to greedy.$", {"budget": "10m", "search": "exact"}),
     ("pool has no effect with --criterion scaled; it applies to loss and kl", {"pool": 2, "criterion": "scaled"}),

@@ -131,7 +131,7 @@ def read_examples(
     scored = None if heldout is None else _read_all(heldout, limit, read)
     parts = [] if data is None else _read_all(data, limit, read)
     if scored is None:
-        split = [_held_out(part, seed) for part in parts]
+        split = [_held_out(part, seed, most) for part, most in zip(parts, Mixture.of(data).limits(limit), strict=True)]
         parts, scored = ([pair[place] for pair in split] for place in (0, 1))
         second = _joined(scored)
         second = second._replace(name=f"a seeded fifth of {second.name}", warnings=())
@@ -180,9 +180,15 @@ def _read_all(data: Any, limit: int | None, read: Callable[..., _Part]) -> list[
     return parts
 
 
-def _held_out(part: _Part, seed: int) -> tuple[_Part, _Part]:
-    """A source without a seeded fifth of its units, and that fifth."""
+def _held_out(part: _Part, seed: int, most: int | None) -> tuple[_Part, _Part]:
+    """A source, of which at most so many rows or windows were read, without a seeded fifth of its units; that fifth."""
     documents = list(dict.fromkeys(example.document for example in part.examples))
+    if len(documents) < 2 and most is not None and len(part.examples) >= most:
+        raise FulldepthError(
+            f"{most:,} {'row was' if most == 1 else 'rows were'} read of {part.name}, which is all that the limit "
+            f"(--max-sequences, of several sources each its share) lets it have, and they are of one {part.unit}: none "
+            "can be held out to score with. Raise the limit, or give a held-out file."
+        )
     if len(documents) < 2:
         raise FulldepthError(
             f"{part.name} holds one {part.unit}, so none can be held out to score with. Give more, or a held-out file."

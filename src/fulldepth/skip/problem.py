@@ -79,7 +79,8 @@ class SearchProblem:
             scorer = Scorer(anatomy, subject.classifier, switches, chunks[0][0], keep=settings.keep)
             removable = scorer.costs.able
             if given := sorted(frozenset().union(*picks_of(settings.given or (), kind)) - {*removable}):
-                raise FulldepthError(f"There is no {given[0].part} of layer {given[0].layer} to remove.")
+                part = "" if given[0].part == "layer" else f"{given[0].part} of "
+                raise FulldepthError(f"There is no {part}layer {given[0].layer} to remove.")
             named = "block" if kind == "any" else kind if kind == "layer" else f"{kind} block"
             if not removable:
                 outside = " outside the layers to keep" if settings.keep else ""
@@ -227,4 +228,8 @@ def check_search_target(settings: SearchSettings, depth: int) -> None:
             "How much to remove? Set --blocks or a target (--target-speedup, --target-bytes, --target-cache, "
             "--max-loss), or name the blocks with --given."
         )
-    picks_of(settings.given or (), settings.granularity)
+    picks = picks_of(settings.given or (), settings.granularity)
+    if kept := sorted({block.layer for pick in picks for block in pick} & {*settings.keep}):
+        raise FulldepthError(
+            f"--given removes from layer {kept[0]}, of which --keep lets nothing be removed. Name it in one."
+        )
