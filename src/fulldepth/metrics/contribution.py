@@ -26,6 +26,9 @@ def contribution(update: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
 
     A negative cosine erases what the stream holds, a positive one strengthens it, and 0 writes into other directions.
 
+    States that are not float64 are read in float32, whose squares hold norms from 1e-16 to 1e18. Beyond, values lose
+    digits, and soon they are NaN, 0 or infinite: give such states in float64.
+
     Args:
         update: what is added, `[..., D]`.
         stream: the state that it is added to, same shape.

@@ -25,13 +25,16 @@ def displacement(h_in: Tensor, h_out: Tensor) -> Tensor:
 
     0 = same direction, 1/2 = orthogonal, 1 = opposite; invariant to positive scaling of either state.
 
+    States that are not float64 are read in float32, whose squares hold norms from 1e-16 to 1e18. Beyond, values lose
+    digits, and soon they are NaN, 0 or infinite: give such states in float64.
+
     Args:
         h_in: residual stream before the layer, `[..., D]`.
         h_out: residual stream after the layer (before the final norm), same shape.
 
     Returns:
-        `[...]`, unit 1; NaN where a state is exactly zero, because it has no direction. Means of displacements, in
-        measures and penalties, exclude such tokens.
+        `[...]`, unit 1; NaN where a state is zero, because it has no direction, or so small or large that its squares
+        are zero or infinite in float32. Means of displacements, in measures and penalties, exclude such tokens.
 
     Raises:
         ValueError: if the shapes differ.
@@ -143,12 +146,15 @@ def norm_ratio(h_in: Tensor, h_out: Tensor) -> Tensor:
 
     Large = the layer hardly changes the stream; 1 = the update's norm equals the input's.
 
+    States that are not float64 are read in float32, whose squares hold norms of state and
+    update from 1e-16 to 1e18. Beyond, values lose digits, and soon they are NaN, 0 or infinite: give such states in float64.
+
     Args:
         h_in: residual stream before the layer, `[..., D]`.
         h_out: residual stream after the layer, same shape.
 
     Returns:
-        `[...]`, unit 1, in [0, inf]; inf where the update is exactly zero, NaN where the stream is zero too.
+        `[...]`, unit 1, in [0, inf]; inf where the update is zero, NaN where the stream is zero too.
 
     Raises:
         ValueError: if the shapes differ.
