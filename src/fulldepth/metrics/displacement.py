@@ -147,14 +147,15 @@ def norm_ratio(h_in: Tensor, h_out: Tensor) -> Tensor:
     Large = the layer hardly changes the stream; 1 = the update's norm equals the input's.
 
     States that are not float64 are read in float32, whose squares hold norms of state and
-    update from 1e-16 to 1e18. Beyond, values lose digits, and soon they are NaN, 0 or infinite: give such states in float64.
+    update from 1e-16 to 1e18. Beyond, values lose digits, and soon they are NaN, 0 or infinite: give such states in
+    float64.
 
     Args:
         h_in: residual stream before the layer, `[..., D]`.
         h_out: residual stream after the layer, same shape.
 
     Returns:
-        `[...]`, unit 1, in [0, inf]; inf where the update is zero, NaN where the stream is zero too.
+        `[...]`, unit 1, in [0, inf]; inf where the update is exactly zero, NaN where the stream is zero too.
 
     Raises:
         ValueError: if the shapes differ.

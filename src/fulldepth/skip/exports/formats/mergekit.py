@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from transformers import PreTrainedModel
@@ -142,13 +141,15 @@ def check_source(model: PreTrainedModel, plan: Plan, settings: ExportSettings) -
     changes = {"revision": commit, "device": "cpu", "device_map": None}
     dtype = str(model.dtype).removeprefix("torch.")
     try:
-        stored: Any = open_checkpoint(source, settings.model_copy(update=changes), dtype=dtype, plain=True).model
+        stored = open_checkpoint(source, settings.model_copy(update=changes), dtype=dtype, plain=True).model
     except FulldepthError as error:
         return [f"{unread}: {error}"]
     if type(stored) is not type(model):
         return [f"{unread}, as the model is a {type(model).__name__} and they are those of a {type(stored).__name__}."]
-    # some classes load single weights in float32, which a model that was converted as a whole does not hold
-    if plan.model.hash not in (model_hash(stored), model_hash(stored.to(model.dtype))):
+    is_changed = model_hash(stored) != plan.model.hash
+    if is_changed:  # some classes load single weights in float32; a model that was converted as a whole does not
+        is_changed = model_hash(stored.to(model.dtype)) != plan.model.hash  # type: ignore[arg-type]
+    if is_changed:
         raise FulldepthError(
             f"The weights of the model are not those of {source}, which it was loaded from and which a recipe would "
             "name: they were changed in memory. Save the model (save_pretrained), load it from that folder and export "
