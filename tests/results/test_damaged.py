@@ -96,3 +96,26 @@ def test_damaged_folders_end_in_a_page_or_a_clear_error(ground, piece):
     errors = [message for message in ended if message]
     assert 0 < len(errors) < CASES
     assert all(10 < len(message) < 1000 for message in errors)
+
+
+MISTAKES = (3, "x", [3], [None], [[1]], {"name": "text"}, [{}], [{"name": 3}])
+"""Values of other types than an entry has."""
+
+
+@pytest.mark.parametrize("entry", ["stacks", "tasks", "skipped", "quality_data"])
+def test_entries_of_another_type_end_in_a_comparison_or_one_sentence(entry, ground, tmp_path):
+    """Also entries that the folder did not have; and what is read as it should be still is."""
+    kind = "language_model" if entry == "stacks" else "evaluation"
+    refusals = []
+    for mistake in MISTAKES:
+        folder = ground.made[kind].save(tmp_path / "damaged", page=False)
+        write_json(folder / DOCUMENT, {**read_json(folder / DOCUMENT), entry: mistake})
+        for pair in ([folder, ground.whole[kind]], [ground.whole[kind], folder]):
+            try:
+                compare(pair)
+            except FulldepthError as error:
+                refusals.append(str(error))
+    assert refusals
+    assert all(10 < len(message) < 1000 for message in refusals)
+    write_json(folder / DOCUMENT, {**read_json(folder / DOCUMENT), entry: None})
+    assert compare([folder, ground.whole[kind]]).is_comparison

@@ -50,7 +50,7 @@ def compare(
 
     The table holds the rows of every model, labelled in the column `model`; the column `difference` is the value minus
     the baseline's value at the same depth, in the row's unit (NaN for the baseline itself, and where it has no such
-    row). For the mean displacement this is the redundancy change
+    row, or is not comparable). For the mean displacement this is the redundancy change
 
     .. math:: \Delta_l = \Psi_l - \Psi_l^{\text{baseline}}
 
@@ -85,8 +85,9 @@ def compare(
         overwrite: replace results in the output folder.
 
     Returns:
-        Results of kind `comparison`, one sentence for each headline difference, and a warning if data, token policy
-        or sequence length makes the numbers incomparable.
+        Results of kind `comparison`, with one sentence for each headline difference. Where data, token policy or
+        sequence length, or the examples and prompts of a task, make numbers incomparable, the sentence is the reason
+        and the numbers have no difference.
 
     Raises:
         FulldepthError: for fewer than two results, a folder without results or with results of another kind, a
