@@ -124,7 +124,7 @@ def test_clusters_of_windows_are_documents_or_blocks(number_tokenizer):
     mixed = windows([words(*[1] * 4096 * 10), *short], 1000)
     assert (mixed.unit, len(set(mixed.clusters)), mixed.no_error) == ("block of 4,096 tokens", 19, None)
     longer = windows([words(*[1] * 4096 * 3), *short[:4]], 1000)
-    assert "one document of 5 holds 98% of the tokens; an error needs" in longer.no_error
+    assert "one document of 5 holds 98 % of the tokens; an error needs" in longer.no_error
     equal = windows([words(*[1] * 640), *[words(*[i] * 64) for i in range(2, 12)]], 1000)
     assert (equal.unit, equal.no_error) == ("document", None)
 
@@ -133,7 +133,7 @@ def test_one_row_with_most_of_the_tokens_leaves_no_error(number_tokenizer):
     lengths = [900, *[10] * 20]
     texts = [words(*[i + 1] * length) for i, length in enumerate(lengths)]
     data = prepared(number_tokenizer, texts, sequence_length=1000, one_per_row=True)
-    assert data.no_error == "one document of 21 holds 82% of the tokens"
+    assert data.no_error == "one document of 21 holds 82 % of the tokens"
     lengths[0] = 100
     texts = [words(*[i + 1] * length) for i, length in enumerate(lengths)]
     assert prepared(number_tokenizer, texts, sequence_length=1000, one_per_row=True).no_error is None

@@ -333,4 +333,4 @@ def dominance(clusters: Sequence[int], lengths: Sequence[int], unit: str) -> str
     tokens = np.bincount(number, lengths)
     if len(tokens) < FEWEST_DOCUMENTS or effective(tokens) >= FEWEST_EFFECTIVE:
         return None
-    return f"one {unit} of {len(tokens)} holds {tokens.max() / tokens.sum():.0%} of the tokens"
+    return f"one {unit} of {len(tokens)} holds {100 * tokens.max() / tokens.sum():.0f} % of the tokens"
