@@ -12,7 +12,7 @@ from fulldepth.evaluation import evaluate
 from json_files import write_json
 
 lm_eval = pytest.importorskip("lm_eval")
-QUESTIONS = [f"{'word ' * length}{length}?" for length in (1, 4, 6, 9)]
+QUESTIONS = [f"{'word ' * length}{length}?" for length in (1, 4, 8, 9)]
 ROOM, NEW = 40, 8
 REPEATS = 3
 
@@ -77,8 +77,8 @@ def test_cut_contexts_of_generated_text_are_counted_once(tmp_path):
     model = small_world.model()
     model.config.max_position_embeddings = ROOM
     write_task(tmp_path)
-    cut = REPEATS * sum(len(question) > ROOM - NEW for question in QUESTIONS)
-    assert 0 < cut < REPEATS * len(QUESTIONS)
+    cut = sum(len(question) > ROOM - NEW for question in QUESTIONS)
+    assert 0 < cut < len(QUESTIONS)
     for layers in ("full", "1,2"):
         options = {"tokenizer": small_world.tokenizer(), "include_path": str(tmp_path), "exit_layers": layers}
         warnings = evaluate(model, ["mine"], tmp_path / layers, **options).meta["warnings"]

@@ -234,9 +234,10 @@ class LayeredAnswers(HarnessModel):
                 f"{self.title}: a continuation of {longest:,} tokens is longer than the model's {self.max_length:,} "
                 "positions, so it has no likelihood."
             )
-        if self._is_whole:
-            self.cut += sum(len(context) + len(tokens) - 1 > self.max_length for _, context, tokens in requests)
         keys = [_key(request) for request in requests]
+        if self._is_whole:
+            lengths = {key: len(_input(request)) for key, request in zip(keys, requests, strict=True)}
+            self.cut += sum(length > self.max_length for length in lengths.values())
         waiting = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers}
         if waiting:
             counts_progress = override_bs is None  # else a window of `loglikelihood_rolling`
@@ -290,9 +291,9 @@ class LayeredAnswers(HarnessModel):
         """Texts that the first layers, up to the exit layer, generate."""
         options = [self._options(request.args[1]) for request in requests]
         if self._is_whole:
-            rooms = [self.max_length - option["max_gen_toks"] for option in options]
-            texts = [request.args[0] for request in requests]
-            self.cut += sum(len(self.tok_encode(text)) > room for text, room in zip(texts, rooms, strict=True))
+            asked = zip(requests, options, strict=True)
+            contexts = {(request.args[0], self.max_length - option["max_gen_toks"]) for request, option in asked}
+            self.cut += sum(len(self.tok_encode(text)) > room for text, room in contexts)
         if any(option["do_sample"] for option in options):  # each draw is another text
             return self._generate(requests)
         keys = [self._text_key(request.args) for request in requests]
@@ -353,7 +354,7 @@ def layered_model(
 ) -> Any:
     """A model for `lm_eval.evaluate` that answers for its `layer`, the last one at first.
 
-    `cut` counts the requests that are longer than the model's positions and were cut on the left.
+    `cut` counts the different requests that are longer than the model's positions and were cut on the left.
 
     Args:
         reader: of a model in evaluation mode, at its exit layers.
