@@ -210,13 +210,15 @@ def test_rows_are_read_as_the_plan_read_them_or_it_is_said_that_they_may_be_know
     rows = {**listing(chosen.heldout), **chosen.meta, "hash": "sha256:" + "1" * 64}
     made = plan(original, [1], values=None, search="greedy", data=rows)
     made = made.changed(cost={**made.cost, "settings": read})
-    fast = export(made, original, "fast", tmp_path / "fast", tokenizer=tokenizer()).path
-    given = {**SMALL, "tokenizer": tokenizer()}
-    results = bench(folders / "original", [fast], heldout=str(text), **given)
-    assert "Measured on the text that chose the blocks" in results.headline["loss_added fast"]["sentence"]
-    other = bench(folders / "original", [fast], heldout=str(text), sequence_length=12, **given)
-    said = " ".join([other.headline["loss_added fast"]["sentence"], *other.meta["warnings"]])
-    assert "It is not known whether the held-out rows also chose the blocks: rows of 10 tokens did" in said
+    older = made.changed(data={name: value for name, value in made.data.items() if name != "heldout_documents"})
+    given = {**SMALL, "tokenizer": tokenizer(), "heldout": str(text)}
+    known, unknown = "Measured on the text that chose the blocks", "also chose the blocks: rows of 10 tokens did"
+    for name, plan_made, expected in (("fast", made, known), ("older", older, unknown)):
+        fast = export(plan_made, original, "fast", tmp_path / name, tokenizer=tokenizer()).path
+        results = bench(folders / "original", [fast], **given)
+        assert known in results.headline[f"loss_added {name}"]["sentence"]
+        other = bench(folders / "original", [fast], sequence_length=12, **given)
+        assert expected in " ".join([other.headline[f"loss_added {name}"]["sentence"], *other.meta["warnings"]])
 
 
 def test_rows_that_healed_a_model_are_left_out_and_another_tokenizer_is_refused(folders, tmp_path):
