@@ -200,19 +200,28 @@ def test_the_estimator_is_its_formula_for_documents_of_any_size():
         assert not found.measurable
 
 
-@pytest.mark.parametrize("lengths", [[2000] + [100] * 19, [800, 400, 200, 100, 50, 50, 20, 20], None])
-def test_the_interval_of_a_mean_of_documents_of_unequal_length_covers_the_truth(lengths):
-    """Documents differ, and tokens in them; None draws log-normal lengths. Standard errors alone cover 0.7 of some."""
-    held = {"effective": 0, "two errors": 0}
+@pytest.mark.parametrize(
+    ("lengths", "by_errors", "by_interval"),
+    [
+        ([2000, *[10] * 9], 0.03, 1.0),
+        (8, 0.82, 0.94),
+        ([2000, *[100] * 19], 0.69, 0.96),
+        ([800, 400, 200, 100, 50, 50, 20, 20], 0.7, 0.94),
+    ],
+)
+def test_the_interval_of_a_mean_of_documents_of_unequal_length_covers_the_truth(lengths, by_errors, by_interval):
+    """Documents differ, and tokens in them; a number draws so many log-normal lengths."""
+    held = {"errors": 0, "interval": 0}
     for draw in range(1000):
         rng = np.random.default_rng(draw)
-        tokens = np.array(lengths) if lengths else np.ceil(rng.lognormal(3, 1.5, 12)).astype(int)
+        tokens = np.ceil(rng.lognormal(3, 1, lengths)) if isinstance(lengths, int) else np.array(lengths, float)
         sums = tokens * rng.normal(size=len(tokens)) + np.sqrt(tokens) * rng.normal(size=len(tokens))
-        difference = mean_difference(sums, tokens.astype(float), np.arange(len(tokens)), len(tokens))
-        held["effective"] += abs(difference.mean) <= difference.reach
-        held["two errors"] += abs(difference.mean) <= 2 * difference.standard_error
-    assert 0.9 <= held["effective"] / 1000 <= 0.995
-    assert held["two errors"] / 1000 < 0.86
+        difference = mean_difference(sums, tokens, np.arange(len(tokens)), len(tokens))
+        held["errors"] += abs(difference.mean) <= 2 * difference.standard_error
+        held["interval"] += abs(difference.mean) <= difference.reach
+    assert held["errors"] / 1000 == pytest.approx(by_errors, abs=0.03)
+    assert held["interval"] / 1000 == pytest.approx(by_interval, abs=0.02)
+    assert held["interval"] / 1000 >= 0.92
 
 
 def test_clusters_of_equal_weight_count_fully_and_one_heavy_cluster_alone():
