@@ -64,6 +64,7 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, main)
     assert plan["data"]["heldout"]["name"].endswith("corpus:builtin/train")
     assert timed["data"]["name"] == "corpus:builtin/heldout", "the cost is not read where blocks were chosen"
     assert f"layer {plan['blocks'][0]} of 3 " in cost
+    assert "tasks were not read" in cost
     (gone,) = re.findall(r'aria-label="Layer (\d+): [^"]*removed"', page)
     assert int(gone) == plan["blocks"][0]
     assert "decodes" in time

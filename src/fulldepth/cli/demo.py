@@ -60,7 +60,8 @@ def demo(
     """Measure a trained model, make one from it that decodes `speedup` times as fast on this machine, and time both.
 
     The data are the built-in novels: blocks are chosen and healed on some of them, and the cost of removal is measured
-    on others. An interrupted demo resumes.
+    on others. Other text and tasks can lose much more: a model to keep is chosen and healed on text of its own kind. An
+    interrupted demo resumes.
 
     Args:
         output: folder for `measure/`, `search/`, `model/` (the checkpoint, healed in closed form), `model.gguf` (the

@@ -96,7 +96,8 @@ def demo_command(
 ) -> None:
     """Measure a trained model, make a faster one from it (a checkpoint, and a GGUF file), and time them.
 
-    About ten minutes on two cores. An interrupted demo resumes.
+    Ten to thirty minutes on two cores. An interrupted demo resumes. The faster model shows what removal saves; one to
+    keep is chosen and healed on text of your kind, and its tasks are read (skip search, heal and bench).
     """
     console.loading()
     from fulldepth.cli.demo import demo

@@ -476,7 +476,8 @@ def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
             continue
         healed = "healed" if any(part.kind == "heal" for part in folders) and timed else "not healed"
         change = f"changes the held-out loss by {with_error(added, error)}, {healed}"
-        sentences.append(f"Removing {what} of {num_layers_of(folders)} {change}.")
+        unread = "Other text and tasks were not read, and can lose much more."
+        sentences.append(f"Removing {what} of {num_layers_of(folders)} {change}. {unread}")
     busy = [(part.meta.get("headline") or {}).get("times") or {} for part in folders]
     return sentences + (decoding(folders) or sentences_of(busy))
 
