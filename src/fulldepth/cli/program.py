@@ -193,7 +193,7 @@ def ending_cleanly() -> Iterator[None]:
 
 
 def _less_memory() -> str:
-    """What takes less memory, in options that the running command has."""
+    """Name the options of the running command that save memory."""
     settings = RUNNING.get("settings")
     if settings is None:
         return "Try a smaller model."

@@ -120,7 +120,7 @@ def task_entries(scored: Scored) -> dict[str, dict[str, Any]]:
 
 
 def _identity_of(scored: Scored, task: str) -> dict[str, Any]:
-    """What two scores of a task must have in common to be compared: `examples`, a hash of their documents, and `asked`.
+    """Return what must be equal before two scores of a task are compared: `examples`, a hash of documents, and `asked`.
 
     A group has the hash of its tasks' examples. Its `asked` has what its tasks have in common, and a `definition` of
     the rest. Empty where a task's documents are not known.

@@ -128,7 +128,7 @@ def _triangle(positions: int) -> float:
 
 
 def attention_spans(config: PreTrainedConfig) -> list[Span]:
-    """What each layer of a causal model sees.
+    """Return the span of earlier tokens that each layer of a causal model sees.
 
     Args:
         config: its `layer_types` state the kind of each layer. Without them all layers have its window, or its chunks,
@@ -139,7 +139,7 @@ def attention_spans(config: PreTrainedConfig) -> list[Span]:
 
 
 def _span(config: PreTrainedConfig, kind: str | None) -> Span:
-    """What a layer with this configuration sees; a layer without a kind has the model's window or chunks."""
+    """Return the span that a layer of this kind sees; without a kind it has the model's window or chunks."""
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     if kind in ("linear_attention", "mamba", "conv", "moe"):

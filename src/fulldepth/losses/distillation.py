@@ -50,7 +50,7 @@ class Distillation(Term):
 
     @property
     def teacher_anatomy(self) -> Anatomy | None:
-        """Of the teacher; None before it is loaded."""
+        """The anatomy of the teacher; None before it is loaded."""
         return None if self._teacher is None else self._teacher.anatomy
 
     def check(self, anatomy: Anatomy) -> None:

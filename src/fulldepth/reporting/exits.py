@@ -134,7 +134,7 @@ def _tradeoff(groups: Mapping[str, list[dict[str, Any]]], full: Sequence[Meta], 
 
 
 def _timing_note(points: Sequence[Mapping[str, Any]]) -> str:
-    """Whether the speed-ups of a figure are measured, and why not where they are not."""
+    """Say that the speed-ups of a figure are measured, or why they are not."""
     is_timed = any(point.get("measured_speedup") is not None for point in points)
     without_verdict = {point.get("timing") for point in points}
     reasons = " or ".join(reason for timing, reason in NO_VERDICT.items() if timing in without_verdict)

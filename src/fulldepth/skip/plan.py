@@ -441,7 +441,7 @@ def listing(examples: Sequence[Example], entry: str = ENTRY) -> dict[str, str]:
 
 
 def is_listed(example: Example, known: Collection[str]) -> bool:
-    """Whether the row, or the document that it was cut from, is one of `listed_rows`."""
+    """Return True if the row, or the document that it was cut from, is among `known`, the `listed_rows` of a plan."""
     return row_of(example) in known or document_of(example) in known
 
 

@@ -1,4 +1,4 @@
-"""What both kinds of benchmark share: a model that is timed, and comparisons with the first model of the same program.
+"""Shared by both kinds of benchmark: a model that is timed, and comparisons with the first model of the same program.
 
 `bench` times calls of a model (`CallTimes`), `bench_under_load` servers with several clients (`LoadTimes`).
 """
@@ -119,7 +119,7 @@ class Timings(ABC):
             yield measure, "model", None, None, "value", size, None, "bytes"
 
     def table(self) -> pd.DataFrame:
-        """All rows, with the columns `model`, `batch` and `context`."""
+        """Return all rows, with the columns `model`, `batch` and `context`."""
         tables = []
         for label in self.programs:
             tables.append(tabulate([*self.whole_rows(label)], model=label, batch=None, context=None))

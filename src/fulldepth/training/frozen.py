@@ -1,4 +1,4 @@
-"""What a run does not train: branches that were removed, and the features of a classifier."""
+"""Weights that a run leaves alone: branches that were removed, and the features of a classifier."""
 
 from __future__ import annotations
 
