@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -132,7 +134,29 @@ def test_several_models_share_figures_and_tables():
     assert [line.name for line in results.figures()["lens_accuracy"].data] == ["plain", "aligned"]
     scored = evaluations()
     assert [line.name for line in scored.figures()["task_scores"].data] == ["a", "b"]
-    assert payload_of(scored)["models"].columns == ["a (baseline)", "b"]
+    assert payload_of(scored)["models"].columns == ["a (baseline)", "b", "Difference"]
+
+
+def test_evaluations_of_whole_models_are_a_table_of_differences_without_figures():
+    one, other = (
+        folders.evaluation(name, exit_layers=[30], better=better) for name, better in (("a", 0.0), ("b", -0.3))
+    )
+    other.meta["model"]["hash"] = "sha256:other"
+    compared = compare({"a": one, "b": other})
+    assert "task_scores" not in compared.figures()
+    rows = {name: cells for name, *cells in payload_of(compared)["models"].rows}
+    assert {*rows} == {*folders.TASKS}
+    for task, (metric, *_) in folders.TASKS.items():
+        values, errors = [], []
+        for results in (one, other):
+            scores = results.table.query("measure == 'task_score' and site == @task").set_index("statistic")["value"]
+            values.append(100 * scores[metric])
+            errors.append(100 * scores[f"{metric}_stderr"])
+        written = [f"{value:.1f} % ± {error:.1f}" for value, error in zip(values, errors, strict=True)]
+        change = f"{values[1] - values[0]:+.1f} ± {math.hypot(*errors):.1f}".replace("-", "−")
+        assert rows[task] == [*written, change]
+    alone = cells(one, "tasks", "Every task")
+    assert not {"As good from", "Score there"} & {name for row in alone.values() for name in row}
 
 
 def test_what_cannot_be_compared_is_refused_in_one_sentence():

@@ -16,7 +16,7 @@ from fulldepth.reporting.exits import export_of
 from fulldepth.reporting.kinds import EVALUATION
 from fulldepth.reporting.phrases import short
 from fulldepth.reporting.source import PageSource, PlottedCurve, curve_of, select
-from fulldepth.reporting.style import CATEGORICAL, Figures, label, translucent
+from fulldepth.reporting.style import CATEGORICAL, Figures, label, minus, translucent
 from fulldepth.reporting.tables import Meta, Table, across, cell, of_record
 
 SCORE = "task_score"
@@ -108,7 +108,8 @@ def scores(record: Figure, source: PageSource) -> Figures:
     if source.kind == EVALUATION:
         every = [task for task in tasks(source) if len(task.scores.points) > 1]  # a table shows those of one layer
     else:
-        every = list({task.name: task for _, tasks_of_model in of_models(source) for task in tasks_of_model}.values())
+        of_all = [task for _, tasks_of_model in of_models(source) for task in tasks_of_model]
+        every = list({task.name: task for task in of_all if len(task.scores.points) > 1}.values())
     return readings((task.name, _scored(record, task, source, len(every) > 1)) for task in every)
 
 
@@ -171,7 +172,7 @@ def task_tables(source: PageSource) -> dict[str, list[Table]]:
             "above": {True: "yes", False: "no"}.get(task.entry.get("advised")),  # type: ignore[arg-type]
             "count": task.entry.get("count"),
             "as_good": f"layer {task.enough} of {task.layers}" if task.enough else None,
-            "score_there": task.written(task.entry.get("earliest")),
+            "score_there": task.written(task.enough) if task.enough else None,
         }
         named.append((short(task.name, 60), cells))
     rows = select(source.table, QUALITY)
@@ -210,7 +211,33 @@ def evaluation_story(source: PageSource) -> dict[str, Any] | None:
 
 
 def whole_scores_table(source: PageSource) -> Table:
-    """Scores of the whole models: one row per task, one column per model."""
-    models = [(entry, {short(t.name, 60): t.written(t.layers) for t in scored}) for entry, scored in of_models(source)]
-    note = "Scores of the whole models, each with its standard error."
-    return across("Models side by side", models, "Task", note=note)
+    """Scores of the whole models, and their differences from the baseline: one row per task."""
+    columns: list[tuple[Meta, dict[str, str]]] = []
+    compared = of_models(source)
+    for (entry, scored), run in zip(compared, source.runs, strict=False):
+        columns.append((entry, {short(task.name, 60): task.written(task.layers) for task in scored}))
+        if run.baseline or "difference" not in run.table:
+            continue
+        changes = {short(task.name, 60): _change(task, run.table) for task in scored}
+        title = "Difference" if len(compared) == 2 else f"{short(entry.get('label', '?'), 40)}: difference"
+        columns.append(({"label": title}, changes))
+    note = (
+        "Scores of the whole models, each with its standard error. Differences from the baseline are in points for "
+        "shares; their errors are those of pairs where both models answered the same examples."
+    )
+    return across("Models side by side", columns, "Task", note=note)
+
+
+def _change(task: TaskScores, table: pd.DataFrame) -> str:
+    """The difference of the whole model's score from the baseline's, with its standard error; empty if not compared."""
+    rows = select(table, SCORE, task.metric, task.name)
+    rows = rows[(rows["layer"] == task.layers).fillna(False).astype(bool)]
+    changes = rows[["difference", "difference_error"]].dropna(subset="difference")
+    if changes.empty:
+        return ""
+    difference, error = map(float, changes.iloc[-1])
+    if task.is_share:
+        text = f"{minus(100 * difference, '+.1f')} {plus_minus(100 * error, 1)}"
+    else:
+        text = f"{minus(difference, '+.4g')} {plus_minus(error)}"
+    return text.rstrip()
