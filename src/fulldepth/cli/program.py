@@ -199,8 +199,8 @@ def _less_memory() -> str:
         return "Try a smaller model."
     known = settings.model_fields
     sizes = [settings.option(name) for name in ("micro_batch_size", "batch_size", "sequence_length") if name in known]
-    others = (("device_map", "auto"), ("gradient_checkpointing", True))
-    changes = [f", or {settings.option(name, value)}" for name, value in others if name in known]
+    alternatives = (("device_map", "auto"), ("gradient_checkpointing", True))
+    changes = [f", or {settings.option(name, value)}" for name, value in alternatives if name in known]
     smaller = f"{', '.join(sizes)} or model" if sizes else "model"
     return f"Try a smaller {smaller}{''.join(changes[:1])}."
 

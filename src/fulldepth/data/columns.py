@@ -91,8 +91,8 @@ def choose_columns(names: Iterable[str], where: str) -> Columns:
             if first in have and second in (None, *have):
                 if kind not in CONVERSATIONS:
                     return Columns(kind, first, second, label)
-                others = tuple(name for name in RESPONSE_COLUMNS if name in have and name != first)
-                return Columns(kind, first, second, None, others)
+                further_responses = tuple(name for name in RESPONSE_COLUMNS if name in have and name != first)
+                return Columns(kind, first, second, None, further_responses)
     raise FulldepthError(
         f"{where} has none of the columns that fulldepth reads. Got: {names_of(have)}. Expected: {EXPECTED}."
     )

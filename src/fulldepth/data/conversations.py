@@ -480,8 +480,8 @@ def user_turn(tokenizer: Any) -> UserTurn:
         FulldepthError: if the template refuses a single user's turn, or changes its text.
     """
     rendered = _render(tokenizer, [{"role": "user", "content": PROBE}], "A user's turn", answer=True)
-    opening, found, closing = rendered.partition(PROBE)
-    if not found or PROBE in closing:
+    opening, probe, closing = rendered.partition(PROBE)
+    if not probe or PROBE in closing:
         raise FulldepthError("The tokenizer's chat template rewrites the user's turn, so its beginning is not known.")
     return UserTurn(opening, closing)
 

@@ -131,7 +131,10 @@ def read_examples(
     scored = None if heldout is None else _read_all(heldout, limit, read)
     parts = [] if data is None else _read_all(data, limit, read)
     if scored is None:
-        split = [_held_out(part, seed, most) for part, most in zip(parts, Mixture.of(data).limits(limit), strict=True)]
+        split = [
+            _held_out(part, seed, source_limit)
+            for part, source_limit in zip(parts, Mixture.of(data).limits(limit), strict=True)
+        ]
         parts, scored = ([pair[place] for pair in split] for place in (0, 1))
         second = _joined(scored)
         second = second._replace(name=f"a seeded fifth of {second.name}", warnings=())
@@ -170,10 +173,10 @@ def _read_all(data: Any, limit: int | None, read: Callable[..., _Part]) -> list[
     """Read each source of a mixture; one that has fewer rows than its share gets a warning."""
     mixture = Mixture.of(data)
     parts = []
-    for source, most in zip(mixture.sources, mixture.limits(limit), strict=True):
-        part = read(source, limit=most)
-        if len(mixture.sources) > 1 and most is not None and (have := len(part.examples)) < most:
-            short = f"{part.name} has {have} of the {most} rows that its share of the data asks for."
+    for source, source_limit in zip(mixture.sources, mixture.limits(limit), strict=True):
+        part = read(source, limit=source_limit)
+        if len(mixture.sources) > 1 and source_limit is not None and (have := len(part.examples)) < source_limit:
+            short = f"{part.name} has {have} of the {source_limit} rows that its share of the data asks for."
             part = part._replace(warnings=(*part.warnings, short))
         units_of_part = range(1 + max((example.document for example in part.examples), default=-1))
         parts.append(part._replace(sources=part.sources or units_of_part))
@@ -195,8 +198,10 @@ def _held_out(part: _Part, seed: int, most: int | None) -> tuple[_Part, _Part]:
         )
     order = np.random.default_rng(seed).permutation(documents).tolist()
     held_documents = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
-    kept, other = ([e for e in part.examples if (e.document in held_documents) == held] for held in (False, True))
-    return part._replace(examples=kept), part._replace(examples=other)
+    remaining, held_out = (
+        [e for e in part.examples if (e.document in held_documents) == held] for held in (False, True)
+    )
+    return part._replace(examples=remaining), part._replace(examples=held_out)
 
 
 def _joined(parts: Sequence[_Part]) -> _Part:

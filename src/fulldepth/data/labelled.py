@@ -98,8 +98,8 @@ def number_labels(
     if not records:
         raise FulldepthError(f"{source.name} has no usable row. The first: {bad[0]}")
     if bad:
-        one, many = ("row or object is", "rows or objects are") if boxes else ("row is", "rows are")
-        what = one if len(bad) == 1 else many
+        singular, plural = ("row or object is", "rows or objects are") if boxes else ("row is", "rows are")
+        what = singular if len(bad) == 1 else plural
         warnings.append(f"{len(bad)} bad {what} left out of {source.name}: {one_line(' '.join(bad[:MOST_NAMED]), 600)}")
     names = tuple(classes) if classes and (named or required or boxes) else source.class_names
     return replace(source, records=records, class_names=names, warnings=tuple(warnings))

@@ -188,12 +188,12 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         sampled = choose([names[i] for i in filled], plan.max_sequences, plan.seed, plan.order)
         filled = [filled[i] for i in sampled]
         names = content_identities(source)
-    chosen = replace(source, records=[replace(records[i], identity=names[i]) for i in filled])
+    sample = replace(source, records=[replace(records[i], identity=names[i]) for i in filled])
     if is_chat:
         encode = _translation if task == SEQ2SEQ else _conversations
-        encoded = encode(chosen.of(ConversationRecord), plan, warnings)
+        encoded = encode(sample.of(ConversationRecord), plan, warnings)
     else:
-        given = chosen.of(TextRecord)
+        given = sample.of(TextRecord)
         pairs = task == "representation" and any(record.second is not None for record in given)
         if plan.windowed(kind) and not pairs:
             encoded = _windows(given, plan, warnings)
@@ -246,7 +246,7 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         unit=encoded.unit,
         no_error=encoded.no_error or dominance(clusters, lengths, encoded.unit),
         documents=encoded.documents,
-        contents=frozenset(chosen.records[i].content for i in encoded.read or range(len(chosen))),
+        contents=frozenset(sample.records[i].content for i in encoded.read or range(len(sample))),
     )
 
 
@@ -364,7 +364,7 @@ def _conversations(given: Sequence[ConversationRecord], plan: Preparation, warni
     can_be_longer = plan.max_positions is None or plan.sequence_length < plan.max_positions
     remedy = "Raise sequence_length, or cut them" if can_be_longer else "Cut them"
     positions = plan.max_positions or "not limited"
-    examples, found = response_examples(
+    examples, further_warnings = response_examples(
         (
             (int(record.identity or 0), where, conversation)
             for record, (where, conversation) in zip(given, conversations, strict=True)
@@ -380,7 +380,7 @@ def _conversations(given: Sequence[ConversationRecord], plan: Preparation, warni
             "(--set truncate=true)."
         ),
     )
-    warnings += found
+    warnings += further_warnings
     return Encoded(examples, "row")
 
 

@@ -159,7 +159,7 @@ def _scored(
         "warnings": list(subject.warnings) + scored.warnings,
         "headline": findings(scored) | quality_findings(written, model.num_layers),
     }
-    examples = [identity(task, int(example)) for task, found in scored.clusters.items() for example in found]
+    examples = [identity(task, int(example)) for task, numbers in scored.clusters.items() for example in numbers]
     groups = groups_entry(examples, "example")
     influences = gathered(influences_of(scored), groups["count"])
     if influences is not None:

@@ -202,7 +202,7 @@ def _right_choices(task: Any, doc: Any) -> tuple[frozenset[str], float]:
     choices = list(task.doc_to_choice(doc))
     stated = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
     named = stated if isinstance(stated, list) else [stated]
-    places = {choices.index(one) if isinstance(one, str) and one in choices else one for one in named}
+    places = {choices.index(answer) if isinstance(answer, str) and answer in choices else answer for answer in named}
     right = {place for place in places if isinstance(place, int) and 0 <= place < len(choices)}
     return frozenset(str(choices[place]) for place in right), len(choices) / len(right) if right else math.inf
 

@@ -74,11 +74,11 @@ def with_branches(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Anatomy:
     search = _Search(anatomy)
     with hooked(search.hooks()):
         anatomy.run(inputs)
-    found = list(search.found.values())
-    designs = {parts.design for parts in found if parts is not None and parts.design is not None}
-    if None in found or len(designs) > 1:
+    of_blocks = list(search.found.values())
+    designs = {parts.design for parts in of_blocks if parts is not None and parts.design is not None}
+    if None in of_blocks or len(designs) > 1:
         raise FulldepthError(NOT_FOUND)
-    names = {field.name: [getattr(parts, field.name) for parts in found] for field in fields(BlockParts)}
+    names = {field.name: [getattr(parts, field.name) for parts in of_blocks] for field in fields(BlockParts)}
     joined: dict[str, Any] = {
         field: OR.join(dict.fromkeys(filter(None, paths))) or None for field, paths in names.items()
     }
@@ -283,8 +283,10 @@ class _RunningBlock:
         call = branch
         while True:
             before = self.calls[: call.order]
-            givers = self._outermost(each for each in before if len(call.given) and equal(each.gave, call.given))
-            giver = next((each for each in givers if not each.holds(call)), None)
+            givers = self._outermost(
+                earlier for earlier in before if len(call.given) and equal(earlier.gave, call.given)
+            )
+            giver = next((earlier for earlier in givers if not earlier.holds(call)), None)
             if giver is None:
                 return call
             is_norm = giver.is_vector_wise or equal(giver.given, state)
@@ -338,9 +340,9 @@ class _RunningBlock:
         if not call.is_projection:
             return call.path
         names = call.path.split(".")
-        others = other.path.split(".")
+        names_of_other = other.path.split(".")
         shared = 0
-        while shared < len(names) - 1 and names[: shared + 1] == others[: shared + 1]:
+        while shared < len(names) - 1 and names[: shared + 1] == names_of_other[: shared + 1]:
             shared += 1
         return ".".join(names[: shared + 1])
 

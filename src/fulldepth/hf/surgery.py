@@ -415,7 +415,9 @@ def _ports(anatomy: Anatomy, roles: Collection[str]) -> dict[int, dict[str, Port
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # under gradient checkpointing
         anatomy.body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     ports = {layer: _ports_of_layer(anatomy, layer, roles, calls[layer]) for layer in calls}
-    return {layer: {**own, "layer": own["layer"]._replace(handed=handed)} for layer, own in ports.items()}
+    return {
+        layer: {**of_layer, "layer": of_layer["layer"]._replace(handed=handed)} for layer, of_layer in ports.items()
+    }
 
 
 def _ports_of_layer(

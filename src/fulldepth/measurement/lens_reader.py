@@ -84,10 +84,12 @@ class LensReader:
 
     def grid(self) -> dict[str, Any] | None:
         """The lens grid of all processes as plain data; None if there is none. Every process calls it."""
-        shown = {index: entry for entries in self.process.gather(self.shown) for index, entry in entries.items()}
-        if not shown:
+        entries_by_sample = {
+            index: entry for entries in self.process.gather(self.shown) for index, entry in entries.items()
+        }
+        if not entries_by_sample:
             return None
-        grid: dict[str, Any] = {"samples": [shown[index] for index in sorted(shown)]}
+        grid: dict[str, Any] = {"samples": [entries_by_sample[index] for index in sorted(entries_by_sample)]}
         return grid if self.grid_maps is None else {**grid, "linear": True}
 
     def read(

@@ -344,7 +344,9 @@ def _assemble(products: Tensor, layers: Sequence[LayerSums], group: Tensor, firs
     for start in range(0, squares.shape[1], PART):
         part = slice(start, start + PART)
         of_layers = zip(layers, sums, strict=True)
-        in_group = torch.stack([layer.features[first:][part] @ own for layer, own in of_layers]).double()  # [S, p, G]
+        in_group = torch.stack(
+            [layer.features[first:][part] @ layer_sums for layer, layer_sums in of_layers]
+        ).double()  # [S, p, G]
         whole[:, part] = in_group.sum(2)
         rest = (whole[:, part] - squares[:, part])[..., None] - in_group
         rest = (rest * (1 - member[part])).permute(2, 0, 1)  # [G, S, p]

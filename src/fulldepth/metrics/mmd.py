@@ -76,8 +76,8 @@ class Mmd(OfLayers):
         if not len(measured):
             return [], 0
         layers = range(self.setup.num_layers + 1)
-        one = (1.0,) * len(layers)
-        scale, reference_scale = (self.setup.stream_scale.get(site, one) for site in self.sites)
+        unscaled = (1.0,) * len(layers)
+        scale, reference_scale = (self.setup.stream_scale.get(site, unscaled) for site in self.sites)
         values = [
             float(
                 mmd(scale[layer] * measured[:, layer].double(), reference_scale[layer] * reference[:, layer].double())

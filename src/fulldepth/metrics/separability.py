@@ -156,9 +156,9 @@ class Separability(Measure):
                 mean, std = separability(features[:, index], labels, FOLDS, self.setup.seed)
                 results.append((site, first + index, mean, std, rarest * len(samples)))
             for index in sorted({round(at) for at in np.linspace(0, features.shape[1] - 1, MAPS)}):
-                shown = [sample[: min(rarest, MAPPED), index] for sample in samples]
-                if all(bool(states.isfinite().all()) for states in shown):
-                    self.maps.append({"site": site, "layer": first + index, "words": self._places(shown)})
+                occurrences = [sample[: min(rarest, MAPPED), index] for sample in samples]
+                if all(bool(states.isfinite().all()) for states in occurrences):
+                    self.maps.append({"site": site, "layer": first + index, "words": self._places(occurrences)})
         return results
 
     def _places(self, samples: Sequence[Tensor]) -> list[dict[str, Any]]:

@@ -84,9 +84,9 @@ def curve_of(
     rows = select(table, measure, statistic, site)
     if not {by, column} <= {*rows}:
         return NO_CURVE
-    for name, chosen in (("layer", layer), ("other", other)):
-        if chosen is not None:
-            rows = rows[(rows[name] == chosen).fillna(False).astype(bool)]
+    for name, wanted in (("layer", layer), ("other", other)):
+        if wanted is not None:
+            rows = rows[(rows[name] == wanted).fillna(False).astype(bool)]
     rows = rows.dropna(subset=[by]).drop_duplicates(by, keep="last").set_index(by).sort_index()
     unit = str(next(iter(rows["unit"].dropna()), "1"))
     if layer is not None:

@@ -227,20 +227,20 @@ def difference_errors(results: Results, baseline: Results, depth: Depth) -> Arra
     """
     paired = paired_rows(results, baseline)
     errors = np.full(len(paired), np.nan)
-    for rows, base, columns, chosen in (
+    for rows, base, columns, selected_rows in (
         (results.influences, baseline.influences, None, paired),
         (_errors(results.table), _errors(baseline.table), ["value"], ~paired),
     ):
-        if not chosen.any() or rows is None or base is None:
+        if not selected_rows.any() or rows is None or base is None:
             continue
         groups = columns or max(groups_of(rows), groups_of(base), key=len)  # of a task, groups beyond its own are NaN
         values, base = rows.reindex(columns=[*KEYS, *groups]), base.reindex(columns=[*KEYS, *groups])
         base_values = counterparts(values, depth_of_results(results), base, depth_of_results(baseline), depth, groups)
         own_values = values[groups].to_numpy(np.float64)
-        found = np.hypot(own_values, base_values)[:, 0] if columns else error_of((own_values - base_values).T)
-        known = _keyed(rows).assign(error=found).drop_duplicates(KEYS)
+        row_errors = np.hypot(own_values, base_values)[:, 0] if columns else error_of((own_values - base_values).T)
+        known = _keyed(rows).assign(error=row_errors).drop_duplicates(KEYS)
         every = _keyed(results.table).merge(known, how="left", on=KEYS)["error"].to_numpy(np.float64)
-        errors = np.where(chosen, every, errors)
+        errors = np.where(selected_rows, every, errors)
     return errors
 
 

@@ -57,30 +57,30 @@ class Unlike(NamedTuple):
 
     def rows(self, table: pd.DataFrame) -> NDArray[np.bool_]:
         """`[rows]` which rows of a table are meant."""
-        chosen = table["measure"] == self.measure
+        selected = table["measure"] == self.measure
         for column, value in (("site", self.site), ("statistic", self.statistic)):
             if value is not None:
-                chosen &= table[column].eq(value)
-        return chosen.to_numpy(bool)
+                selected &= table[column].eq(value)
+        return selected.to_numpy(bool)
 
 
 def differing_tests(model: Entry, baseline: Entry) -> list[Unlike]:
     """The tasks of two evaluations, and the quality of generated text, that are not of the same test."""
-    found = []
+    differing = []
     for task, scores, base_scores in shared(model, baseline):
         reasons = unlike(scores, base_scores, COUNTS, where_stated=True)
         reasons = reasons or unlike(scores, base_scores, EXAMPLES, where_stated=True)
         if scores.get("asked") and base_scores.get("asked"):
             reasons = "; ".join(filter(None, (reasons, _asked_otherwise(scores, base_scores))))
         if reasons:
-            found.append(Unlike(TASK_SCORE, task, None, task, reasons))
+            differing.append(Unlike(TASK_SCORE, task, None, task, reasons))
     if model.get("quality_data") and baseline.get("quality_data"):
         quality = EVALUATED[1]
         if reasons := unlike(model, baseline, QUALITY, where_stated=True):
-            found.append(Unlike(quality, None, None, "generated text", reasons))
+            differing.append(Unlike(quality, None, None, "generated text", reasons))
         elif reasons := unlike(model, baseline, EMBEDDER, where_stated=True):
-            found.append(Unlike(quality, None, COHERENCE, f"{COHERENCE} of generated text", reasons))
-    return found
+            differing.append(Unlike(quality, None, COHERENCE, f"{COHERENCE} of generated text", reasons))
+    return differing
 
 
 def refused(model: Entry, baseline: Entry) -> list[Unlike]:

@@ -314,8 +314,8 @@ class TrainSettings(Settings):
         below = super().without_outdated(below, above)
         if not above.keys().isdisjoint(WARMUP):
             below = {key: value for key, value in below.items() if key not in WARMUP}
-        own, named = (source.get("model") for source in (below, above))
-        model: Mapping[str, Any] = own if isinstance(own, Mapping) else {}
+        stated, named = (source.get("model") for source in (below, above))
+        model: Mapping[str, Any] = stated if isinstance(stated, Mapping) else {}
         start = named.get("checkpoint") if isinstance(named, Mapping) else None
         if start is None or start == model.get("checkpoint"):
             return below

@@ -282,7 +282,7 @@ def _check_rotation(config: Any, prompt: int, new_tokens: int) -> None:
         FulldepthError: if it does.
     """
     stated = getattr(config, "rope_parameters", None) or {}
-    of_layers = [each for each in stated.values() if isinstance(each, dict)] or [stated]
+    of_layers = [parameters for parameters in stated.values() if isinstance(parameters, dict)] or [stated]
     for rope in of_layers:
         name = "original_max_position_embeddings"
         limit = int(rope.get(name) or getattr(config, name, None) or 0)
