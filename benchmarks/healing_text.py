@@ -62,6 +62,7 @@ CHOSEN_ON: dict[str, tuple[str, dict[str, Any]]] = {
     "8 attentions by tasks": ("tasks", {**EIGHT_ATTENTIONS, "chat": False, "max_sequences": None}),
     "1.1 by own chat": ("own chat", SPEEDUP),
     "1.1 by tasks": ("tasks", {**SPEEDUP, "chat": False, "max_sequences": None}),
+    "1.2 by tasks": ("tasks", {**SPEEDUP, "target_speedup": 1.2, "chat": False, "max_sequences": None}),
 }
 """Target -> the text on which a search chooses what is removed, and what it is asked for. A search is scored on all of
 its rows, about 12,000 tokens of each kind of text."""
