@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 import tiny_models
+from families import zoo
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import Classifier
+from fulldepth.hf.modes import state_in, with_state
 from refusals import refused
 
 
@@ -71,6 +73,35 @@ def test_heads_give_the_models_logits_and_the_same_formula_at_every_layer(name):
         assert_close(got, by_hand(name, model, state), rtol=1e-4, atol=1e-4)
         if layer == len(states) - 1:
             assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+SCALED = {
+    "falcon_h1": {"lm_head_multiplier": 0.3, "embedding_multiplier": 4.0},
+    "recurrent_gemma": {"logits_soft_cap": 2.0},
+    "xlstm": {"output_logit_soft_cap": 2.0},
+}
+"""Model type -> the factor or the soft cap of its logits, as its configuration names it."""
+
+
+@pytest.mark.parametrize("model_type", SCALED)
+@torch.no_grad()
+def test_a_factor_and_a_soft_cap_of_any_name_are_those_of_the_stock_class(model_type):
+    """The class itself reads an earlier layer, because its last block gives that layer's states."""
+    model = zoo.build(model_type, "causal-lm", **SCALED[model_type])
+    ids = tiny_models.token_ids(2, 12)
+    anatomy = find_anatomy(model)
+    states = []
+    hooks = [
+        block.register_forward_hook(lambda *call: states.append(state_in(call[2]).clone())) for block in anatomy.blocks
+    ]
+    model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    for state in states:
+        hook = anatomy.blocks[-1].register_forward_hook(lambda *call, state=state: with_state(call[2], state))
+        expected = model(input_ids=ids, use_cache=False).logits
+        hook.remove()
+        assert_close(Classifier(anatomy).tokens(state), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["bert-bare", "clip-text"])

@@ -62,9 +62,9 @@ class Head:
     """Attribute of the configuration; where it is true, the states are divided by the root of their width before the
     last module."""
     scale: float | None = None
-    """Factor of the logits of tokens; None = `logit_scale` or `1 / logits_scaling` of the configuration, else 1."""
+    """Factor of the logits of tokens; None = that of the configuration (`heads.MULTIPLIERS`, `DIVISORS`), else 1."""
     capped: bool = True
-    """True if `final_logit_softcapping` of the configuration, where it has one, caps the logits of tokens."""
+    """True if the soft cap of the configuration (`heads.SOFT_CAPS`), where it has one, caps the logits of tokens."""
     leading: int = 1
     """Positions before the first patch ([CLS] and registers), for `mean-patches` and `first-and-mean`."""
     reads: Pool = "first"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -16,6 +16,11 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy, text_config
 from fulldepth.hf.exit_heads import layer_heads
 from fulldepth.hf.families import Pool
+
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
+DIVISORS = ("logits_scaling",)
+SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names that configurations give to a factor, a divisor and a soft cap of the logits of tokens."""
 
 
 def uses_fsdp(model: nn.Module) -> bool:
@@ -81,6 +86,11 @@ def _gathered(parameter: nn.Parameter) -> Tensor:
     return full
 
 
+def _first_entry(config: Any, names: Iterable[str]) -> Any:
+    """Return the first entry of a configuration by these names; None if it has none."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
 class Classifier:
     """Applies a model's final norm and head to residual states of any layer.
 
@@ -108,9 +118,9 @@ class Classifier:
         except AttributeError as error:
             raise FulldepthError(f"{type(anatomy.model).__name__} has no head where expected: {error}.") from error
         config = text_config(anatomy.model.config, decoder=True)
-        self.softcap = getattr(config, "final_logit_softcapping", None) if self.head.capped else None
-        multiplier = getattr(config, "logit_scale", None)
-        divisor = getattr(config, "logits_scaling", None)
+        self.softcap = _first_entry(config, SOFT_CAPS) if self.head.capped else None
+        multiplier = _first_entry(config, MULTIPLIERS)
+        divisor = _first_entry(config, DIVISORS)
         if self.head.scale is not None:
             self.scale = self.head.scale
         elif multiplier is not None:
