@@ -161,6 +161,30 @@ def test_rows_do_not_depend_on_the_batch_and_go_on_after_a_kill(tmp_path):
     with_own_text("own", subject(CHAT), settings(7), halves, Watcher(begin=lambda *_: pytest.fail("written again")))
 
 
+@pytest.mark.parametrize("moment", ["before the first row", "inside a row", "before the notes"])
+def test_a_call_that_ended_in_its_first_batch_leaves_nothing_that_is_refused(moment, tmp_path, monkeypatch):
+    """The next call may also have other settings, as the refusal of a row without room for a conversation advises."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    with_own_text("own", subject(CHAT), settings(4), whole, Watcher())
+
+    def kill(self, numbers):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OwnText, "_rows_of", kill)
+        with pytest.raises(KeyboardInterrupt):
+            with_own_text("own", subject(CHAT), settings(4), halves, Watcher())
+    written = (whole / FILE).read_text()
+    ends = {"before the first row": 0, "inside a row": len(written) // 2, "before the notes": len(written)}
+    (halves / FILE).write_text(written[: ends[moment]])
+    with_own_text("own", subject(CHAT), settings(4), halves, Watcher())
+    assert (halves / FILE).read_text() == written
+    with refused("no room for a conversation"):
+        with_own_text("own", subject(CHAT), settings(4, sequence_length=12), tmp_path / "short", Watcher())
+    with_own_text("own", subject(CHAT), settings(4), tmp_path / "short", Watcher())
+    assert (tmp_path / "short" / FILE).read_text() == written
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -179,6 +179,7 @@ class OwnText:
             f"{missing * self.length:,} tokens, in batches of {self.batch_size}."
         )
         watcher.begin("Own text", missing)
+        _write_notes(folder, notes)  # before the first row: rows without notes are not known to be this model's
         write_text(path, "".join(lines))
         first = True
         while notes.rows < self.rows:
@@ -195,7 +196,7 @@ class OwnText:
             lines += new
             digest = sha256_of("".join(lines))
             notes = OwnTextNotes(asked=asked, rows=len(lines), next=numbers.stop, sha256=digest)
-            write_text(folder / NOTES, json.dumps(notes.model_dump(), indent=2))
+            _write_notes(folder, notes)
             watcher.advance(len(new))
             if first:
                 first = False
@@ -279,6 +280,10 @@ class OwnText:
         )
 
 
+def _write_notes(folder: Path, notes: OwnTextNotes) -> None:
+    write_text(folder / NOTES, json.dumps(notes.model_dump(), indent=2))
+
+
 def _read_so_far(folder: Path, asked: dict[str, JsonValue]) -> tuple[OwnTextNotes, list[str]]:
     """The notes of an earlier call, and the lines that they speak of; nothing if there was none.
 
@@ -296,6 +301,8 @@ def _read_so_far(folder: Path, asked: dict[str, JsonValue]) -> tuple[OwnTextNote
         notes = read_document(file, OwnTextNotes)
     except FulldepthError as error:
         raise FulldepthError(f"{one_line(error)} {again}") from error
+    if notes.next == 0:  # the earlier call ended in its first batch
+        return OwnTextNotes(asked=asked), []
     if wrong := differences(notes.asked, asked):
         raise FulldepthError(f"{folder} holds other text of a model's own: {wrong}. {again}")
     lines: list[str] = []
