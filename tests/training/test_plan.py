@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Dinov2ForImageClassification
 
 from fulldepth.execution.flops import TokenFlops, forward_flops
 from fulldepth.settings import assignments, layer
@@ -119,6 +120,18 @@ def test_operations_of_classifiers_are_those_that_torch_counts(name):
     forward, _ = counted(lambda: model(**batch), length)
     assert forward == pytest.approx(flops.forward - flops.attention + flops.attention_full, rel=1e-12)
     assert (flops.attention == flops.attention_full) == (name != "gpt2")
+
+
+def test_exit_heads_of_a_family_that_is_not_in_the_table_are_planned():
+    """Its parts are found by arithmetic, which needs weights; drawing them must not change the numbers of a run."""
+    sizes = {"type": "dinov2", **FEW, "mlp_ratio": 2, "image_size": 16, "patch_size": 4}
+    settings = layer(TrainSettings, {"task": "image-classification", "method": "multi-exit", "model": sizes})
+    config = build_config(settings.model, task=settings.task, classes=[f"class {number}" for number in range(7)])
+    before = torch.get_rng_state()
+    planned = plan(settings, config)
+    assert torch.equal(torch.get_rng_state(), before)
+    heads = (config.num_hidden_layers - 1) * 7 * 2 * config.hidden_size  # [CLS] beside the mean of the patches
+    assert planned.parameters == Dinov2ForImageClassification(config).num_parameters() + heads
 
 
 def test_published_operations_of_the_four_models_of_lime():

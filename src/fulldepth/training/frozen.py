@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.core.files import read_json
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import add_exit_heads, exit_weights, find_output_weights, sample_inputs
+from fulldepth.hf import Anatomy, add_exit_heads, exit_weights, find_output_weights, sample_inputs
 from fulldepth.hf.exit_heads import output_layer
 from fulldepth.hf.scalars import ROLES
 from fulldepth.hf.stream_scale import EXPORT_NOTES
@@ -40,7 +40,7 @@ def keep_removed(model: PreTrainedModel, checkpoint: str) -> None:
                 parameter.requires_grad_(False)
 
 
-def freeze_features(model: PreTrainedModel) -> None:
+def freeze_features(anatomy: Anatomy) -> None:
     """Freeze a classifier, in place, and give every layer a new linear head; only the heads are trained.
 
     The head of layer l reads `h_l` as the model's head reads `h_L`: the final norm, the pooling and the modules before
@@ -51,7 +51,7 @@ def freeze_features(model: PreTrainedModel) -> None:
 
     Source: "Representation progression and aligned training", App. B.4 (transfer to different tasks, Fig. 17, right).
     """
-    anatomy = find_anatomy(model)
+    model = anatomy.model
     add_exit_heads(anatomy)
     model.requires_grad_(False)
     output = output_layer(anatomy)[2]

@@ -275,7 +275,7 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
             _take_weights(model, start, settings)
             keep_removed(model, start)
         if settings.freezes_features:
-            freeze_features(model)
+            freeze_features(find_anatomy(model))
         torch.manual_seed(settings.seed)
         add_adapters(model, settings.lora)
     if settings.task == "detection":

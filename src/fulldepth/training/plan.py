@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -10,15 +11,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.core import launch
 from fulldepth.core.errors import FulldepthError
+from fulldepth.execution import find_anatomy
 from fulldepth.execution.flops import TokenFlops, forward_flops
-from fulldepth.hf import exit_heads_of, image_config, load_tokenizer
-from fulldepth.losses import add_exit_heads
+from fulldepth.hf import Anatomy, add_exit_heads, exit_heads_of, image_config, load_tokenizer
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.frozen import freeze_features
 from fulldepth.training.initial import check_initializer
 from fulldepth.training.labelled import class_names
 from fulldepth.training.lora import add_adapters
-from fulldepth.training.model import WEIGHTS, build_config, meta_model
+from fulldepth.training.model import HEADS, WEIGHTS, build_config, meta_model
 from fulldepth.training.text import named_tokenizer
 from fulldepth.training.trainer import batch_split, make_objective, parameter_groups, resolved, smaller_batch
 
@@ -85,9 +86,9 @@ def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 
     micro, accumulation = batch_split(settings, processes)
     model = meta_model(config, settings.task)
     if settings.freezes_features:
-        freeze_features(model)
+        freeze_features(_anatomy_of(model, settings.task))
     elif make_objective(settings).needs_exit_heads:
-        add_exit_heads(model)
+        add_exit_heads(_anatomy_of(model, settings.task))
     add_adapters(model, settings.lora)
     if settings.task == "image-classification":
         settings = settings.model_copy(update={"sequence_length": tokens_of_an_image(model)})
@@ -113,6 +114,18 @@ def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 
         memory=(parameters + 3 * trainable) * WEIGHTS[settings.precision].itemsize // shards,
         flops=None if detects else forward_flops(model, settings.sequence_length),
     )
+
+
+def _anatomy_of(model: PreTrainedModel, task: str) -> Anatomy:
+    """Return the anatomy of a model on the meta device.
+
+    Parts of a family that is not in the table are found by arithmetic, in a copy with random weights.
+    """
+    with suppress(FulldepthError):
+        return find_anatomy(model)
+    with torch.random.fork_rng(devices=[]):  # a run plans itself before its first step
+        copy = HEADS[task].auto.from_config(model.config, trust_remote_code=False)
+        return replace(find_anatomy(copy), model=model)
 
 
 def tokens_of_an_image(model: PreTrainedModel) -> int:
