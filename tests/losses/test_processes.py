@@ -9,9 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
+from transformers import TrainingArguments
 
-from fulldepth.losses import Objective
+from fulldepth.losses import DepthTrainer, Objective
 from losses.trained_step import WEIGHTS, build, close, examples, gradient, plain_gradient
+from refusals import refused
 from tiny_models import BUILDERS, token_ids
 
 TERMS = {
@@ -74,3 +76,32 @@ def test_two_processes_are_one_large_batch(kind, two_processes, tmp_path):
     _, expected = plain_gradient(kind, examples(kind))
     for found in two_processes(trained_step, kind, str(tmp_path)):
         close(tensors(found), expected, 1e-6)
+
+
+def exits_after_steps(world, folder):
+    """The weights and exit heads after three steps of `DepthTrainer`, the second of which trains the heads."""
+    torch.manual_seed(0)
+    model = BUILDERS["llama"]().float()
+    ids = token_ids(12, 10, seed=5)
+    options = {"max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "weight_decay": 0.5}
+    options |= {"per_device_train_batch_size": 4 // world, "adam_epsilon": 1e-3}
+    machine = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    arguments = TrainingArguments(folder, **options, **machine)
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = DepthTrainer(model, arguments, train_dataset=rows, objective=Objective(multi_exit=1.0))
+    trainer.train()
+    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+
+
+def test_two_processes_train_exit_heads_with_the_trainers_defaults(two_processes, tmp_path):
+    """DDP must not take the heads, which the output does not depend on, for unused parameters."""
+    expected = tensors(exits_after_steps(1, str(tmp_path)))
+    assert any("exit_heads" in name for name in expected)
+    for found in two_processes(exits_after_steps, 2, str(tmp_path)):
+        assert_close(tensors(found), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_ddp_s_search_for_unused_parameters_is_refused_beside_exit_heads(tmp_path):
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", ddp_find_unused_parameters=True)
+    with refused("ddp_find_unused_parameters=True"):
+        DepthTrainer(BUILDERS["llama"](), arguments, objective=Objective(multi_exit=1.0))

@@ -87,7 +87,8 @@ class ObjectiveMixin(AnyTrainer):
         FulldepthError: for `group_options` if the model's class has no `parameter_groups`; in training, if the loss or
             a gradient is not finite (with the step, the term and the layer), or the data contain no whole batch for a
             term that needs one; for label smoothing, a `compute_loss_func` or a `loss_type`; for a model with another
-            loss function beside a term that replaces its cross-entropy.
+            loss function beside a term that replaces its cross-entropy; for exit heads with
+            `ddp_find_unused_parameters=True`.
     """
 
     optimizer_cls_and_kwargs: Any
@@ -140,6 +141,17 @@ class ObjectiveMixin(AnyTrainer):
                 "out."
             )
         self._micro_batches: list[tuple[Tensor, dict[str, Tensor], dict[str, Any]]] = []
+        self._reached: Tensor | None = None
+        """[trained parameters] 1 where the loss of a micro-batch of this step depends on them; None without DDP."""
+        if objective.needs_exit_heads and self.args.ddp_find_unused_parameters:
+            raise FulldepthError(
+                "With ddp_find_unused_parameters=True, DDP takes the exit heads for unused, because the model's output "
+                "does not depend on them. Leave it out."
+            )
+        ddp: Any = self.accelerator.ddp_handler
+        if ddp is not None and self.args.ddp_find_unused_parameters is None:
+            ddp.find_unused_parameters = False  # `_with_every_parameter` finds them
+        self._completes_loss = ddp is not None and not ddp.find_unused_parameters
         self.args.logging_nan_inf_filter = False  # it would read every loss, which `_require_finite` does
         if objective.needs_exit_heads and not has_exit_heads(model):
             if self.optimizer is not None:
@@ -230,7 +242,40 @@ class ObjectiveMixin(AnyTrainer):
             self._require_finite(None)
         for tally in self.tallies.values():
             tally.add(parts, self.depth_objective.factors)
+        copied = self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        return self._with_every_parameter(loss) if copied and self._completes_loss else loss
+
+    def _trained(self) -> list[Tensor]:
+        """Return the parameters that are trained."""
+        model = self.accelerator.unwrap_model(self.model)
+        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def _with_every_parameter(self, loss: Tensor) -> Tensor:
+        """Return the loss plus 0 times the parameters that it does not depend on, because DDP waits for all gradients.
+
+        DINOv2's mask token, for example, is for pretraining only.
+        """
+        trained = self._trained()
+        leaves = leaves_of(loss)
+        reached = torch.tensor([float(parameter in leaves) for parameter in trained], device=loss.device)
+        self._reached = reached if self._reached is None else self._reached.maximum(reached)
+        for parameter in trained:
+            if parameter not in leaves:
+                loss = loss + 0.0 * parameter.sum().to(loss.device, loss.dtype)
         return loss
+
+    def _drop_zero_gradients(self) -> None:
+        """Remove the gradients of parameters that no loss of this step depends on, in any process.
+
+        The optimiser then leaves them as they are, as in a run of one process.
+        """
+        if self._reached is None:
+            return
+        reached = any_process(self._reached).tolist()
+        self._reached = None
+        for parameter, counts in zip(self._trained(), reached, strict=True):
+            if not counts:
+                parameter.grad = None
 
     def _note_auxiliary(self, model: nn.Module, args: Any, output: Any) -> None:
         """Store the auxiliary loss of a forward pass, because not all Trainers return the output."""
@@ -294,6 +339,7 @@ class ObjectiveMixin(AnyTrainer):
         A float16 scaler skips steps with such gradients itself.
         """
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self._drop_zero_gradients()
         self.depth_objective.drop_idle_gradients(self.state.global_step + 1)
         self._require_finite(norm if self.accelerator.scaler is None else None)
         return norm
@@ -340,6 +386,22 @@ def first_broken_layer(model: Any, inputs: dict[str, Any]) -> str:
             if not torch.isfinite(state).all():
                 return f"The first state that is not finite: {'the embeddings' if layer == 0 else f'layer {layer}'}."
     return "Every layer's state is finite; the head or the loss is not."
+
+
+def leaves_of(loss: Tensor) -> set[Tensor]:
+    """Return the leaves of the graph of a loss, such as parameters, that its backward pass gives a gradient."""
+    leaves = set[Tensor]()
+    seen = set[Any]()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(node.variable)
+        waiting.extend(before for before, _ in node.next_functions)
+    return leaves
 
 
 def load_weights(model: Any, checkpoint: str | Path) -> None:
