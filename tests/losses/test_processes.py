@@ -78,13 +78,16 @@ def test_two_processes_are_one_large_batch(kind, two_processes, tmp_path):
         close(tensors(found), expected, 1e-6)
 
 
-def exits_after_steps(world, folder):
+def exits_after_steps(world, folder, checkpointing):
     """The weights and exit heads after three steps of `DepthTrainer`, the second of which trains the heads."""
     torch.manual_seed(0)
     model = BUILDERS["llama"]().float()
     ids = token_ids(12, 10, seed=5)
     options = {"max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "weight_decay": 0.5}
     options |= {"per_device_train_batch_size": 4 // world, "adam_epsilon": 1e-3}
+    if checkpointing:
+        options |= {"gradient_checkpointing": True}
+        options |= {"gradient_checkpointing_kwargs": {"use_reentrant": checkpointing == "reentrant"}}
     machine = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     arguments = TrainingArguments(folder, **options, **machine)
     rows = [{"input_ids": row, "labels": row} for row in ids]
@@ -93,11 +96,12 @@ def exits_after_steps(world, folder):
     return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
 
 
-def test_two_processes_train_exit_heads_with_the_trainers_defaults(two_processes, tmp_path):
+@pytest.mark.parametrize("checkpointing", ["", "plain", "reentrant"])
+def test_two_processes_train_exit_heads_with_the_trainers_defaults(checkpointing, two_processes, tmp_path):
     """DDP must not take the heads, which the output does not depend on, for unused parameters."""
-    expected = tensors(exits_after_steps(1, str(tmp_path)))
+    expected = tensors(exits_after_steps(1, str(tmp_path), ""))
     assert any("exit_heads" in name for name in expected)
-    for found in two_processes(exits_after_steps, 2, str(tmp_path)):
+    for found in two_processes(exits_after_steps, 2, str(tmp_path), checkpointing):
         assert_close(tensors(found), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
@@ -253,10 +254,13 @@ class ObjectiveMixin(AnyTrainer):
     def _with_every_parameter(self, loss: Tensor) -> Tensor:
         """Return the loss plus 0 times the parameters that it does not depend on, because DDP waits for all gradients.
 
-        DINOv2's mask token, for example, is for pretraining only.
+        DINOv2's mask token, for example, is for pretraining only. Under reentrant checkpointing, which hides what the
+        loss depends on, the loss stays as it is.
         """
         trained = self._trained()
         leaves = leaves_of(loss)
+        if leaves is None:
+            return loss
         reached = torch.tensor([float(parameter in leaves) for parameter in trained], device=loss.device)
         self._reached = reached if self._reached is None else self._reached.maximum(reached)
         for parameter in trained:
@@ -388,8 +392,11 @@ def first_broken_layer(model: Any, inputs: dict[str, Any]) -> str:
     return "Every layer's state is finite; the head or the loss is not."
 
 
-def leaves_of(loss: Tensor) -> set[Tensor]:
-    """Return the leaves of the graph of a loss, such as parameters, that its backward pass gives a gradient."""
+def leaves_of(loss: Tensor) -> set[Tensor] | None:
+    """Return the leaves of the graph of a loss, such as parameters, that its backward pass gives a gradient.
+
+    None if they are not known: reentrant checkpointing builds a part of the graph in the backward pass.
+    """
     leaves = set[Tensor]()
     seen = set[Any]()
     waiting: list[Any] = [loss.grad_fn]
@@ -397,6 +404,8 @@ def leaves_of(loss: Tensor) -> set[Tensor]:
         node = waiting.pop()
         if node is None or node in seen:
             continue
+        if getattr(node, "_forward_cls", None) is CheckpointFunction:
+            return None
         seen.add(node)
         if hasattr(node, "variable"):
             leaves.add(node.variable)
