@@ -308,6 +308,17 @@ def test_a_layer_that_lost_two_blocks_shows_both_losses_and_intros_are_html():
     assert "&lt;code&gt;" not in page
 
 
+def test_commands_in_sentences_are_code_and_other_backticks_stay():
+    results = folders.search()
+    hostile = "`fulldepth skip bench --heldout <b>` times `<i>it</i>`."
+    results.meta["headline"]["target_speedup"] = {"value": 1.2, "unit": "1", "sentence": hostile}
+    results.meta["warnings"] = [hostile]
+    page = render(results.table, results.meta)
+    shown = "<code>fulldepth skip bench --heldout &lt;b&gt;</code> times `&lt;i&gt;it&lt;/i&gt;`."
+    assert page.count(shown) >= 2
+    assert "<i>it" not in page
+
+
 def test_a_note_explains_shown_columns_only():
     columns = {"As good from": [], "Above chance": []}
     for cells in ({"whole": "0.5", "above": "yes"}, {"whole": "0.5", "above": "yes", "as_good": "layer 2 of 3"}):

@@ -46,6 +46,7 @@ from fulldepth.reporting.phrases import (
     size,
     spread_of,
     visible,
+    with_commands,
 )
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.style import DARK, INK, PAPER, SEQUENTIAL, TEMPLATE
@@ -292,7 +293,10 @@ def _environment() -> jinja2.Environment:
     night = [(DARK[shade], DARK[INK if at < 5 else PAPER]) for at, shade in enumerate(SEQUENTIAL)]
     part = {"part": lambda name: Markup(loader.get_source(environment, name)[0])}
     environment.globals |= {**part, "ramp": {"light": shades, "dark": night}, "names": page_texts()}
-    filters = (amount_of_text, dotted, percent, plain_text, scaled, seconds, short, size, training.objective_line)
+    filters = (
+        amount_of_text, dotted, percent, plain_text, scaled, seconds, short, size, with_commands,
+        training.objective_line,
+    )  # fmt: skip
     environment.filters |= {function.__name__: function for function in filters}
     environment.tests["table"] = lambda value: isinstance(value, Table)
     return environment

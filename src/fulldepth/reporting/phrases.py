@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from fulldepth.core.errors import shortened
 from fulldepth.core.number_format import plus_minus, rounded
@@ -145,6 +146,11 @@ def dotted(parts: Iterable[Any]) -> Markup:
 def plain_text(value: Any) -> str:
     """Any value as text; integers with thousands separators."""
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else short(value, 160)
+
+
+def with_commands(sentence: str) -> Markup:
+    """A sentence as HTML, with the commands of fulldepth that it names between backticks as code."""
+    return Markup(re.sub(r"`(fulldepth [^`]+)`", r"<code>\1</code>", str(escape(sentence))))
 
 
 SCALES: dict[str, Callable[[float], str]] = {"s": seconds, "MiB": lambda value: size(value * 2**20)}
