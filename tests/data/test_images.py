@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.image_utils import load_image
 
 from fulldepth.data import open_source, prepare
 from fulldepth.data.labelled import number_labels
@@ -104,6 +105,41 @@ def test_images_from_mappings_and_datasets(tmp_path):
     source = open_source(table)
     assert source.class_names == ("n", "m")
     assert pixels(source.records) == [(5, 1), (6, 0)]
+
+
+@pytest.mark.parametrize("orientation", [None, *range(1, 9)])
+def test_photos_are_turned_as_datasets_and_transformers_turn_them(tmp_path, orientation):
+    """Against the numpy operation that EXIF 2.3 defines for each orientation, for every way in."""
+    upright = {
+        2: np.fliplr,
+        3: lambda stored: np.rot90(stored, 2),
+        4: np.flipud,
+        5: lambda stored: stored.swapaxes(0, 1),
+        6: lambda stored: np.rot90(stored, -1),
+        7: lambda stored: np.rot90(stored, 2).swapaxes(0, 1),
+        8: np.rot90,
+    }
+    path = tmp_path / "photos" / "cat" / "1.jpg"
+    path.parent.mkdir(parents=True)
+    exif = Image.Exif()
+    if orientation is not None:
+        exif[0x0112] = orientation
+    Image.fromarray(np.arange(8 * 16 * 3, dtype=np.uint8).reshape(8, 16, 3)).save(path, exif=exif)
+    stored = np.asarray(Image.open(path))
+    expected = upright.get(orientation, np.asarray)(stored)
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    encoded = datasets.Dataset.from_dict({"image": [str(path)], "label": [0]}, features=features)
+    assert np.array_equal(np.asarray(load_image(str(path))), expected)
+    sources = [path.parent.parent, encoded]
+    sources += [[{"image": value, "label": 0}] for value in (str(path), path.read_bytes(), Image.open(path))]
+    for source in sources:
+        assert np.array_equal(np.asarray(open_source(source).records[0].image()), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*Corrupt EXIF data")
+def test_a_photo_with_damaged_exif_data_is_read_as_it_is_stored(tmp_path):
+    picture(9).save(tmp_path / "x.jpg", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff")
+    assert pixel(open_source([{"image": str(tmp_path / "x.jpg"), "label": 0}]).records[0]) == 9
 
 
 def test_prepared_images_hold_the_pixels_and_labels(folder):

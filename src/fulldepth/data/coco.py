@@ -203,7 +203,7 @@ class _CocoReader:
             if image.size != stated:
                 raise FulldepthError(
                     f"{where} is stated to have {stated[0]} x {stated[1]} pixels; its file {one_line(name, 120)} has "
-                    f"{image.width} x {image.height}."
+                    f"{image.width} x {image.height}, turned as its EXIF orientation says if it has one."
                 )
             return image
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import read_bytes, reading
@@ -69,10 +69,11 @@ def image_value(value: Any, where: str) -> StoredImage:
 
 
 def _rgb(image: Image.Image, where: str) -> Image.Image:
-    """The image in RGB; one that would need too much memory is refused before it is decoded.
+    """The image in RGB, turned as its EXIF orientation says.
 
-    So is a thin strip: a processor that enlarges its short edge would make its long edge extremely long; and grey
-    values of more than 8 bits, which Pillow would clip at 255.
+    One that would need too much memory is refused before it is decoded. So is a thin strip: a processor that enlarges
+    its short edge would make its long edge extremely long; and grey values of more than 8 bits, which Pillow would clip
+    at 255.
     """
     width, height = image.size
     if width * height > MOST_PIXELS or not 1 <= max(width, height) <= MOST_RATIO * min(width, height):
@@ -86,7 +87,7 @@ def _rgb(image: Image.Image, where: str) -> Image.Image:
             "would cut off all large values. Store it with 8 bits a channel."
         )
     try:
-        return image.convert("RGB")
+        return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # as in `decode_image`
         raise _unreadable(where, error) from error
 
