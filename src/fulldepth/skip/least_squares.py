@@ -431,14 +431,13 @@ class RidgeSums:
 def best_change(fitted: RidgeSums, held_out: RidgeSums) -> tuple[float | None, float, Tensor | None]:
     """The strength that leaves the smallest share on other rows, that share, and the change; None if none is below 1.
 
-    Strengths are tried from the strongest until the share rises.
+    All strengths are tried, because the share can have several minima where there are few tokens.
     """
     best: tuple[float | None, float, Tensor | None] = (None, 1.0, None)
     for strength in STRENGTHS:
         change = fitted.change(strength)
-        if not (left := held_out.left(change)) < best[1]:
-            break
-        best = strength, left, change
+        if (left := held_out.left(change)) < best[1]:
+            best = strength, left, change
     return best
 
 
