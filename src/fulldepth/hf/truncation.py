@@ -356,7 +356,8 @@ def _sharing(anatomy: Anatomy, config: PreTrainedConfig, remaining: Sequence[int
             shape = tuple(tensor.shape)
             if shared is None:
                 reason = f"its class then needs the weight {name} of the shape {shape}, which the model lacks"
-                reason += " (adapters have to be merged first)"
+                if any(".base_layer." in of_model for of_model in tensors):
+                    reason += " (adapters have to be merged first)"
             else:
                 reason = f"its weight {source} has the shape {tuple(shared.shape)}, and {shape} with fewer layers"
             raise _refusal(anatomy, remaining, reason)

@@ -82,6 +82,29 @@ def test_whole_layers_are_left_out_where_attention_and_mlp_are_not_known_or_have
         search(model, planned.texts(90), granularity="layer", search="given", given=[2], progress=False)
 
 
+@pytest.mark.parametrize("shared_blocks", [1, 2])
+@torch.no_grad()
+def test_a_block_that_several_layers_share_loses_the_adapters_of_a_removed_layer(shared_blocks, tmp_path):
+    """Zamba2: every hybrid layer has adapters of its own in the shared block, numbered by hybrid layers. Without the
+    last layer the others keep their number; without an earlier one they would read the adapters of another."""
+    kinds = ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid"]
+    model = zoo.build("zamba2", "causal-lm", num_hidden_layers=6, layers_block_type=kinds, num_mem_blocks=shared_blocks)
+    for name, weight in model.named_parameters():
+        if "adapter" in name:
+            weight.normal_(std=0.3)
+    made = export(planned.plan(model, (6,), "layer", values=None), model, "layer", tmp_path / "layer")
+    ids = torch.arange(12)[None]
+    hook = model.model.layers[5].register_forward_hook(lambda layer, args, output: args[0])
+    expected = model(input_ids=ids, use_cache=False).logits
+    hook.remove()
+    assert torch.equal(type(model).from_pretrained(made.path)(input_ids=ids, use_cache=False).logits, expected)
+    with refused(r"cannot be cut to layers 1, 3, 4, 5, 6: (?!.*(merged|fast|folded))"):
+        export(planned.plan(model, (2,), "layer", values=None), model, "layer", tmp_path / "other")
+    with refused("only from the list layers_block_type(?!.*(fast|folded)).* --by-list` writes it nevertheless"):
+        export(planned.plan(model, (1,), "layer", values=None), model, "layer", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 @torch.no_grad()
 def test_decoding_is_proved_as_generate_decodes(tmp_path):
     """Bamba, which counts positions wrongly unless it is given them."""

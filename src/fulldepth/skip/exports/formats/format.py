@@ -190,7 +190,10 @@ class Layer(Format):
                     continue
                 name = f"{draft.anatomy.blocks_path}.{remaining_layers.index(int(number) + 1)}.{own_name}"
             weights[name] = weight
-        save(draft, type(draft.model), config, weights)
+        with torch.device("meta"):
+            needed = type(draft.model)(config).state_dict().keys()
+        # Layers that share a block hold the adapters of all of them (Zamba2), of which those of removed layers go.
+        save(draft, type(draft.model), config, {name: weights[name] for name in weights if name in needed})
         lists = f" Cut to them: {', '.join(changed)}." if changed else ""
         reason = self.misread(draft.anatomy, draft.plan)
         return [
