@@ -134,6 +134,25 @@ def test_exit_heads_of_a_family_that_is_not_in_the_table_are_planned():
     assert planned.parameters == Dinov2ForImageClassification(config).num_parameters() + heads
 
 
+@pytest.mark.parametrize("layers", [3, 8])
+def test_operations_of_a_classifier_that_is_not_in_the_table_are_planned(layers):
+    """DINOv2, against a count of what torch computes."""
+    few = {**FEW, "num_hidden_layers": layers}
+    sizes = {"type": "dinov2", **few, "mlp_ratio": 2, "image_size": 16, "patch_size": 4}
+    given = {"task": "image-classification", "model": sizes, "attention": "eager"}
+    settings = layer(TrainSettings, given)
+    config = build_config(settings.model, task=settings.task, classes=[f"class {number}" for number in range(7)])
+    model = build_model(config, settings).eval()
+    forward, _ = counted(lambda: model(pixel_values=torch.rand(BATCH, 3, 16, 16), labels=torch.tensor([1, 6])), 17)
+    planned = plan(settings, config)
+    assert planned.flops.forward == pytest.approx(forward, rel=1e-12)
+    assert planned.settings.sequence_length == 17
+    names = [
+        name for name, *_ in dry_run_lines(layer(TrainSettings, {**given, "data": {"name": "digits:builtin/train"}}))
+    ]
+    assert names[-4:] == ["tokens", "forward", "training", "total"]
+
+
 def test_published_operations_of_the_four_models_of_lime():
     """Table 6, in teraoperations of a sequence. The authors count a multiplication with its addition once in linear
     layers and twice in attention, and some operations besides products (so theirs are a little higher)."""

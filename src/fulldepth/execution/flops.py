@@ -191,7 +191,7 @@ class TokenFlops:
         return TRAINING * self.forward
 
 
-def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops | None:
+def forward_flops(model: PreTrainedModel, sequence_length: int, anatomy: Anatomy | None = None) -> TokenFlops | None:
     """Operations of one token in sequences of T tokens (of an image: of one of its T patches and special tokens).
 
     The head of a classifier of texts or images runs once a sample, unless it reads the last position: then the model is
@@ -201,6 +201,7 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops | 
     Args:
         model: with its weights or on the meta device.
         sequence_length: T.
+        anatomy: of a classifier; None = that of the table of families, which holds no head of other families.
 
     Returns:
         The operations; None for a classifier whose head is not known.
@@ -211,7 +212,7 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops | 
     causal = True
     pixels = 0.0
     if task_of(model).endswith("-classification"):
-        anatomy = anatomy_candidates(model)[0]
+        anatomy = anatomy or anatomy_candidates(model)[0]
         if anatomy.head is None:
             return None
         heads = anatomy.head_modules(anatomy.head)

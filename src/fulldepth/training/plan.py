@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,9 @@ from fulldepth.training.model import HEADS, WEIGHTS, build_config, meta_model
 from fulldepth.training.text import named_tokenizer
 from fulldepth.training.trainer import batch_split, make_objective, parameter_groups, resolved, smaller_batch
 
+FEW_LAYERS = 3
+"""Layers of the copy in which parts of a family outside the table are found."""
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -43,7 +47,8 @@ class RunPlan:
     memory: int
     """Bytes of weights, gradients and AdamW's two moments in one process; with FSDP2, the process's share of them."""
     flops: TokenFlops | None
-    """FLOPs of the forward pass per token; None for a detector, where they depend on the size of each image."""
+    """FLOPs of the forward pass per token; None for a detector, where they depend on the size of each image, and for a
+    classifier whose head is not found."""
 
     @property
     def tokens(self) -> int:
@@ -112,20 +117,32 @@ def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 
         micro_batch=micro,
         accumulation=accumulation,
         memory=(parameters + 3 * trainable) * WEIGHTS[settings.precision].itemsize // shards,
-        flops=None if detects else forward_flops(model, settings.sequence_length),
+        flops=None if detects else _flops_of(model, settings),
     )
 
 
 def _anatomy_of(model: PreTrainedModel, task: str) -> Anatomy:
     """Return the anatomy of a model on the meta device.
 
-    Parts of a family that is not in the table are found by arithmetic, in a copy with random weights.
+    Parts of a family that is not in the table are found by arithmetic, in a copy with random weights and few layers.
     """
     with suppress(FulldepthError):
         return find_anatomy(model)
+    config = copy.deepcopy(model.config)
+    layers = image_config(config) if task == "image-classification" else config.get_text_config()
+    layers.num_hidden_layers = min(layers.num_hidden_layers, FEW_LAYERS)
     with torch.random.fork_rng(devices=[]):  # a run plans itself before its first step
-        copy = HEADS[task].auto.from_config(model.config, trust_remote_code=False)
-        return replace(find_anatomy(copy), model=model)
+        small = HEADS[task].auto.from_config(config, trust_remote_code=False)
+        return replace(find_anatomy(small), model=model)
+
+
+def _flops_of(model: PreTrainedModel, settings: TrainSettings) -> TokenFlops | None:
+    """Return the FLOPs of a token; the head of a classifier that is not in the table of families is found first."""
+    flops = forward_flops(model, settings.sequence_length)
+    if flops is None:
+        with suppress(FulldepthError):
+            return forward_flops(model, settings.sequence_length, _anatomy_of(model, settings.task))
+    return flops
 
 
 def tokens_of_an_image(model: PreTrainedModel) -> int:
