@@ -5,13 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
 from fulldepth.core.progress import Watcher
 from fulldepth.data.examples import read_examples
 from fulldepth.results import Results
-from fulldepth.skip.curve import FEWEST, LEVEL, curve, find_breakpoint
+from fulldepth.skip.curve import FEWEST, LEVEL, _headline, curve, find_breakpoint
 from fulldepth.skip.plan import Plan
 from marks import thorough
 from refusals import refused
@@ -198,6 +199,26 @@ def test_every_number_is_that_of_a_stock_model(drawn):
     assert (said["blocks"], said["confidence"]) == (expected.blocks, expected.confidence)
     assert results.headline["break_point"]["value"] == expected.blocks
     assert len(table[table.measure == "break_point"]) == (0 if expected.blocks is None else 3)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        (1, "tested by a third (1 removed attention block)."),
+        (2, "tested by a third (2 removed attention blocks)."),
+        (3, "straight line up to 3 removed attention blocks (24 documents)."),
+    ],
+)
+def test_a_line_is_called_straight_only_if_a_point_could_have_shown_that_it_is_not(blocks, words):
+    """A line through the first three points is tested by the fourth; the sentence is that of a straight curve."""
+    losses = 3 + 0.1 * np.arange(blocks + 1) + np.random.default_rng(0).normal(size=(24, 1))
+    found = find_breakpoint(losses, np.ones(24))
+    assert found.straight_until == blocks
+    plan = SimpleNamespace(counts=[*range(blocks + 1)], granularity="attention", data={})
+    columns = {"measure": "loss_added", "removed": blocks, "statistic": ["mean", "low", "high"], "value": 0.1 * blocks}
+    said = _headline(plan, found, pd.DataFrame(columns))["break_point"].sentence
+    assert said.endswith(words)
+    assert said.startswith("No break point is stated") == (blocks < 3)
 
 
 def test_an_interrupted_curve_goes_on(drawn):

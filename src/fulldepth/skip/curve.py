@@ -36,6 +36,8 @@ ROUNDING = 1e-12
 """Departures from the line below this share of the losses count as rounding."""
 FEWEST = 5
 """Fewest documents from which a spread is estimated."""
+FEWEST_POINTS = 4
+"""Fewest points of a curve, with that of 0 removed blocks, of which one is compared with a line through others."""
 LEVEL = 0.05
 """Probability that a straight line is found to end anywhere."""
 KINK_LEVEL = 0.01
@@ -186,23 +188,26 @@ def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Fin
     """Findings: the break point, and the loss that all removed blocks add."""
     count = plan.counts[-1]
     kind = plan.granularity
-    part = "layers" if kind == "layer" else f"{kind} blocks".removeprefix("any ")
+    part = "layer" if kind == "layer" else f"{kind} block".removeprefix("any ")
+    removed = f"{count} removed {part}{'s' * (count > 1)}"
     rows = table[(table.measure == "loss_added") & (table.removed == count)].set_index("statistic")["value"]
     held = units(plan.data)
     too_few = f"{end.documents} held-out {held}, and at least {FEWEST} are needed"
     interval = f"95 %: {rows['low']:.4f} to {rows['high']:.4f}" if "low" in rows else f"no interval: {too_few}"
     excess = f"{end.excess:+.4f} {plus_minus(end.excess_error, 4)}".rstrip()
-    leaves = f"The loss leaves a straight line after {end.straight_until} removed {part}, by {excess} nats"
+    leaves = f"The loss leaves a straight line after {end.straight_until} removed {part}s, by {excess} nats"
     if end.confidence is None:
         shape = f"No break point is stated: {too_few}."
+    elif len(plan.counts) < FEWEST_POINTS:
+        shape = f"No break point is stated: a line is fitted to 2 removals, and tested by a third ({removed})."
     elif end.blocks is not None:
         sure = f"{end.confidence:.0%} of resamples agree; 95 % of the break points are {end.low} to {end.high}"
         shape = f"Break point: {end.blocks} blocks. {leaves} ({sure})."
     elif end.straight_until == count:
-        shape = f"No break point: the loss is a straight line up to {count} removed {part} ({end.documents} {held})."
+        shape = f"No break point: the loss is a straight line up to {removed} ({end.documents} {held})."
     else:
         shape = f"No break point: {end.confidence:.0%} of resamples agree. {leaves}, without a kink."
-    cost = f"{count} removed {part} add {rows['mean']:.4f} nats to the held-out loss ({interval}), not healed."
+    cost = f"{removed} add{'s' * (count == 1)} {rows['mean']:.4f} nats to the held-out loss ({interval}), not healed."
     return {
         "break_point": Finding(end.blocks, "layers", shape),
         "loss_added": Finding(float(rows["mean"]), "nats", cost),
