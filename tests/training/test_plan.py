@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Dinov2ForImageClassification
+from transformers import AutoModelForImageClassification, Dinov2ForImageClassification
 
 from fulldepth.execution.flops import TokenFlops, forward_flops
 from fulldepth.settings import assignments, layer
@@ -132,6 +132,16 @@ def test_exit_heads_of_a_family_that_is_not_in_the_table_are_planned():
     assert torch.equal(torch.get_rng_state(), before)
     heads = (config.num_hidden_layers - 1) * 7 * 2 * config.hidden_size  # [CLS] beside the mean of the patches
     assert planned.parameters == Dinov2ForImageClassification(config).num_parameters() + heads
+
+
+@pytest.mark.parametrize("kind", ["efficientnet", "mobilenet_v2"])
+def test_a_classifier_without_layers_is_planned_without_operations(kind):
+    """Batch norm takes several values a channel in training, and the copy in which parts are found reads one image."""
+    settings = layer(TrainSettings, {"task": "image-classification", "model": {"type": kind, "image_size": 32}})
+    config = build_config(settings.model, task=settings.task, classes=["class 1", "class 2"])
+    planned = plan(settings, config)
+    assert planned.flops is None
+    assert planned.parameters == AutoModelForImageClassification.from_config(config).num_parameters()
 
 
 @pytest.mark.parametrize("layers", [3, 8])

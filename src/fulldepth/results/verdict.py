@@ -276,6 +276,8 @@ def difference_in_words(gap: Difference, other: str, units: str) -> str:
     if not math.isfinite(gap.standard_error):
         too_few = f"an error takes {FEWEST_CLUSTERS} {units}, these are {gap.documents}"
         return f"{gap.mean:+.4f} against {other} ({too_few})"
+    if gap.mean == gap.reach == 0:
+        return f"no difference from {other}, in none of {gap.documents} {units}"
     if not gap.measurable:
         return f"no measurable difference from {other} (at most {abs(gap.mean) + gap.reach:.4f} nats)"
     error = f"standard error {gap.standard_error:.4f}, {gap.documents} {units}"

@@ -192,7 +192,7 @@ def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Fin
     removed = f"{count} removed {part}{'s' * (count > 1)}"
     rows = table[(table.measure == "loss_added") & (table.removed == count)].set_index("statistic")["value"]
     held = units(plan.data)
-    too_few = f"{end.documents} held-out {held}, and at least {FEWEST} are needed"
+    too_few = f"too few held-out {held} ({end.documents}, where {FEWEST} are needed)"
     interval = f"95 %: {rows['low']:.4f} to {rows['high']:.4f}" if "low" in rows else f"no interval: {too_few}"
     excess = f"{end.excess:+.4f} {plus_minus(end.excess_error, 4)}".rstrip()
     leaves = f"The loss leaves a straight line after {end.straight_until} removed {part}s, by {excess} nats"

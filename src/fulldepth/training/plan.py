@@ -132,15 +132,18 @@ def _anatomy_of(model: PreTrainedModel, task: str) -> Anatomy:
     layers = image_config(config) if task == "image-classification" else config.get_text_config()
     layers.num_hidden_layers = min(layers.num_hidden_layers, FEW_LAYERS)
     with torch.random.fork_rng(devices=[]):  # a run plans itself before its first step
-        small = HEADS[task].auto.from_config(config, trust_remote_code=False)
+        small = HEADS[task].auto.from_config(config, trust_remote_code=False).eval()
         return replace(find_anatomy(small), model=model)
 
 
 def _flops_of(model: PreTrainedModel, settings: TrainSettings) -> TokenFlops | None:
-    """Return the FLOPs of a token; the head of a classifier that is not in the table of families is found first."""
+    """Return the FLOPs of a token; the head of a classifier that is not in the table of families is found first.
+
+    None for a class that does not run on small inputs, such as one of pictures with text.
+    """
     flops = forward_flops(model, settings.sequence_length)
     if flops is None:
-        with suppress(FulldepthError):
+        with suppress(FulldepthError, ValueError, RuntimeError):
             return forward_flops(model, settings.sequence_length, _anatomy_of(model, settings.task))
     return flops
 
