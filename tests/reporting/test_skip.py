@@ -7,16 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from numpy.testing import assert_allclose
 
+from fulldepth.core.uncertainty import score_reach
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.reporting.page import payload, render
 from fulldepth.reporting.skip import SkipPart, num_layers_of, parts, removals, timed_models
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import of_record
-from fulldepth.results import Results, report
+from fulldepth.reporting.task_changes import task_sentences, task_tables
+from fulldepth.results import Results, report, tabulate
 from fulldepth.results.pages import together, unique_names
 from fulldepth.skip.bench import bench
 from fulldepth.skip.curve import curve
@@ -26,7 +29,7 @@ from refusals import refused
 from reporting import skip_folders as folders
 from reporting import synthetic
 from reporting.plotted import joined
-from reporting.synthetic import payload_of
+from reporting.synthetic import payload_of, row
 from skip.test_curve import pairs
 from skip.word_tokenizer import tokenizer
 from tiny_models import build
@@ -317,6 +320,49 @@ def test_commands_in_sentences_are_code_and_other_backticks_stay():
     shown = "<code>fulldepth skip bench --heldout &lt;b&gt;</code> times `&lt;i&gt;it&lt;/i&gt;`."
     assert page.count(shown) >= 2
     assert "<i>it" not in page
+
+
+def test_a_healing_opens_with_its_tasks_by_what_their_errors_carry():
+    """A difference is clear beyond two errors, to which one example is added, as in the sentences of `skip heal`."""
+    scores = {
+        "clear": (0.50, 0.62, 0.70, 500),
+        "within": (0.50, 0.53, 0.56, 500),
+        "of ten": (0.50, 0.60, 0.60, 10),  # two errors are 0.04, and an example is 0.1
+        "unpaired": (0.50, 0.40, None, 500),
+    }
+    errors = {"clear": 0.02, "within": 0.02, "of ten": 0.02, "unpaired": None}
+    tables, headline = [], {}
+    for task, (original, healed, control, count) in scores.items():
+        models = {"original": original, "trained": healed, "control": control}
+        for model, value in models.items():
+            if value is not None:
+                rows = [row("task_score", None, value, "acc", task, count=count)]
+                if model != "original":
+                    rows.append(row("task_score", None, 9.0, "difference_stderr", task, count=count))
+                tables.append(tabulate(rows, model=model))
+        for kind, reference in (("task", original), ("task_cost", control)):
+            if reference is not None:
+                finding = {"value": healed - reference, "unit": "1", "sentence": "Long."}
+                headline[f"{kind} {task}"] = finding | {"standard_error": errors[task]}
+    table = pd.concat(tables)
+    assert task_sentences(table, headline) == [
+        "Tasks against the original: clear +0.120 ± 0.020; no measurable difference in within and of ten; no standard "
+        "error is known in unpaired.",
+        "Tasks against the original trained on the same tokens: clear −0.080 ± 0.020; no measurable difference in "
+        "within and of ten.",
+    ]
+    assert score_reach(0.02, 500) == pytest.approx(2 * (0.02**2 + 0.002**2) ** 0.5)
+    (shown,) = task_tables(table, headline)
+    assert shown.rows[0] == ["clear", "0.500", "0.620", "+0.120 ± 0.020", "0.700", "−0.080 ± 0.020", "500"]
+    assert shown.rows[3] == ["unpaired", "0.500", "0.400", "−0.100", "–", "–", "500"]
+    assert task_tables(table, {"net_cost": {"value": 0.1}}) == []
+    healed = Results.load(Path(__file__).parents[2] / "docs" / "gallery" / "smaller-healed")
+    said = payload_of(healed)["story"]["sentences"]
+    assert [sentence.split(":")[0] for sentence in said[:3]] == [
+        "Tasks against the original",
+        "Tasks against the original trained on the same tokens",
+        "Net cost of removal",
+    ]
 
 
 def test_a_note_explains_shown_columns_only():

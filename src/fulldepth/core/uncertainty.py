@@ -382,6 +382,18 @@ def median_ratio(first: Sequence[float], second: Sequence[float]) -> Ratio:
     return Ratio(float(np.median(values)), float(values[k - 1]), float(values[rounds - k]))
 
 
+def score_reach(error: float, examples: int) -> float:
+    """Two standard errors of a difference of scores, to which one example on which the models differ is added.
+
+    An error of 0 does not mean that the models agree on examples that were not read.
+
+    Args:
+        error: standard error of the difference.
+        examples: number of examples that were read.
+    """
+    return SIGNIFICANT * math.hypot(error, 1 / examples)
+
+
 class Difference(NamedTuple):
     """Difference of the mean losses of two models on the same sequences."""
 

@@ -103,7 +103,7 @@ KINDS = {
             sections="skipping",
             first="healing",
             drawn_as=SKIP,
-            opening=("task", "task_cost", "net_cost", "loss_added trained", "gguf_size"),
+            opening=("net_cost", "loss_added trained", "gguf_size"),
         ),
         Kind("curve", title="Removal curve", sections="skipping", first="removal", drawn_as=SKIP),
         Kind("bench", title="Benchmark of exports", sections="skipping", drawn_as=SKIP, holds_models=True),

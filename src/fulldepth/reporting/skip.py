@@ -30,13 +30,12 @@ from fulldepth.reporting.serving import Spread, load_figures, load_table, ratio_
 from fulldepth.reporting.source import PageSource, PlottedCurve, curve_of, num_layers, number, select
 from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, figure, label, minus, translucent
 from fulldepth.reporting.tables import Meta, Table, of_record, settings_table
+from fulldepth.reporting.task_changes import task_sentences, task_tables
 
 PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
 """Granularity -> name of one removed part."""
 BRANCHES = [part for part in PARTS if part != "layer"]
 """The parts of a layer."""
-OF_TASK = ("task", "task_cost")
-"""In the headline of a healing, each followed by the name of a task."""
 PHASES = ("prefill", "decode")
 CARDS = {
     "target_speedup": "Speed-up by the times of the parts",
@@ -44,8 +43,6 @@ CARDS = {
     "target_bytes": "Bytes of the weights that are left",
     "target_cache": "Bytes of the cache that are left",
     "loss_added": "Loss added",
-    "task": "Change of a task's score",
-    "task_cost": "Net cost of removal in a task's score",
     "net_cost": "Net cost of removal",
     "healing": "Change by healing",
     "loss_healed": "Held-out loss, healed",
@@ -414,13 +411,8 @@ def skip_story(source: PageSource) -> dict[str, Any] | None:
         sentences = sentences_of([busy]) or sentences_of(served) or decoding(parts(source))
     else:
         names = source.page.opening
-        opening = [
-            entry
-            for name in names
-            for key, entry in headline.items()
-            if name == key or (name in OF_TASK and key.startswith(f"{name} "))
-        ]
-        sentences = sentences_of(opening or [*headline.values()][:1])
+        opening = [headline[name] for name in names if name in headline]
+        sentences = task_sentences(source.table, headline) + sentences_of(opening or [*headline.values()][:1])
     return {"sentences": sentences} if sentences else None
 
 
@@ -503,7 +495,7 @@ def folder_tables(source: PageSource) -> dict[str, Sequence[Any]]:
     layers = num_layers_of(folders)
     return {
         "blocks": [_block_map(removal, layers) for removal in removals(folders)],
-        "healing": [_healing(part) for part in folders if part.kind == "heal"],
+        "healing": [table for part in folders if part.kind == "heal" for table in _healing(part)],
         "load": [table for part in folders if part.kind == "bench" and (table := load_table(served_cells(part.table)))],
         "settings": [
             *(
@@ -520,8 +512,8 @@ def folder_tables(source: PageSource) -> dict[str, Sequence[Any]]:
     }
 
 
-def _healing(part: SkipPart) -> Table:
-    """Table of the losses before and after healing."""
+def _healing(part: SkipPart) -> list[Table]:
+    """Tables of the tasks, if they were read, and of the losses before and after healing."""
     rows = []
     base = part.value("loss", "mean", model="original")
     for name in map(str, part.table["model"].dropna().unique()):
@@ -531,7 +523,7 @@ def _healing(part: SkipPart) -> Table:
         if name != "original" and base is not None and loss is not None:
             cells["added"] = signed_loss(loss - base, error)
         rows.append((short(name, 40), cells))
-    return of_record("healed", rows)
+    return [*task_tables(part.table, part.meta.get("headline") or {}), of_record("healed", rows)]
 
 
 def _block_map(removal: Removal, layers: int) -> dict[str, Any]:

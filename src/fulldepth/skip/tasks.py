@@ -15,7 +15,7 @@ import pandas as pd
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.number_format import plus_minus
 from fulldepth.core.progress import Watcher
-from fulldepth.core.uncertainty import SIGNIFICANT
+from fulldepth.core.uncertainty import score_reach
 from fulldepth.evaluation import EvaluateSettings, OtherResultsError, evaluate, load_tasks
 from fulldepth.hf import load_tokenizer
 from fulldepth.results import DOCUMENT, Finding, Results, difference_errors, paired_rows
@@ -49,10 +49,8 @@ class TaskReading(NamedTuple):
 
     @property
     def reach(self) -> float:
-        """Two standard errors, to which one example on which the models differ is added: an error of 0 does not mean
-        that they agree on examples that were not read.
-        """
-        return SIGNIFICANT * math.hypot(self.error, 1 / self.examples)
+        """The smallest difference that is measurable."""
+        return score_reach(self.error, self.examples)
 
     @property
     def sentence(self) -> str:
