@@ -107,3 +107,17 @@ def test_the_tutorial_of_a_smaller_model():
         assert known in prose
         prose = prose.replace(known, "")
     states_no_number(re.sub(r"\]\([^)]*\)", " ", prose))
+
+
+def test_what_the_page_opens_with_holds_of_the_stored_tasks():
+    document = the_smaller_model()[0]["healed"]
+    assert len(document["plan"]["blocks"]) == 8
+    assert document["model"]["num_layers"] == 30
+    assert "without eight of its thirty attentions" in page("smaller")
+    assert "A fourth search, that of the [tutorial](smaller.md#heal), removes eight attentions" in page("results")
+    lost = {"task": [], "task_cost": []}
+    for kind, tasks in lost.items():
+        for name, finding in document["headline"].items():
+            if name.startswith(f"{kind} ") and finding["value"] < -2 * finding["standard_error"]:
+                tasks.append(name.split()[1])
+    assert lost == {"task": [], "task_cost": ["lambada_local"]}
