@@ -79,6 +79,8 @@ NAMES |= {
 NAMES |= {
     "--data own": "--data own:text",  # a prompt of random bytes takes three times as many tokens when it is read again
     "--max-sequences 400": "--max-sequences 20",
+    "rows/choose.jsonl": "pairs.jsonl",
+    "rows/heal.txt": "text.txt",
 }
 """Text of a block -> what the tiny model has instead."""
 ELSEWHERE = {
@@ -91,7 +93,7 @@ ELSEWHERE = {
     "llama-cli": "a program of llama.cpp",
     "benchmarks/": "tests/test_benchmarks.py",
     "pip install": "installs packages",
-    "python examples/": "the fixture `source` calls it",
+    "python examples/": "the fixture `source` calls it, or tests/test_examples.py",
 }
 """Part of a line that is not run -> why, or which test runs its like."""
 TRAINED = [

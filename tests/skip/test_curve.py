@@ -240,7 +240,7 @@ def test_all_blocks_in_another_order():
     found = curve(model, pairs(12), tokenizer=tokenizer(), search="last", granularity="layer", watcher=heard)
     assert any(f"has {LAYERS} blocks" in line for line in said)
     assert found.plan.blocks == list(range(LAYERS, 0, -1))
-    assert "2 held-out rows" in found.results.headline["loss_added"]["sentence"]
+    assert "too few held-out rows (2, where 5 are needed)" in found.results.headline["loss_added"]["sentence"]
     assert set(found.results.table.statistic) == {"mean"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForImageClassification, Dinov2ForImageClassification
+from transformers import Dinov2ForImageClassification
 
 from fulldepth.execution.flops import TokenFlops, forward_flops
 from fulldepth.settings import assignments, layer
@@ -135,13 +135,12 @@ def test_exit_heads_of_a_family_that_is_not_in_the_table_are_planned():
 
 
 @pytest.mark.parametrize("kind", ["efficientnet", "mobilenet_v2"])
-def test_a_classifier_without_layers_is_planned_without_operations(kind):
-    """Batch norm takes several values a channel in training, and the copy in which parts are found reads one image."""
+def test_a_classifier_of_convolutions_is_refused_by_what_it_lacks(kind):
+    """In training mode its batch norm would refuse the single image with which it is planned."""
     settings = layer(TrainSettings, {"task": "image-classification", "model": {"type": kind, "image_size": 32}})
     config = build_config(settings.model, task=settings.task, classes=["class 1", "class 2"])
-    planned = plan(settings, config)
-    assert planned.flops is None
-    assert planned.parameters == AutoModelForImageClassification.from_config(config).num_parameters()
+    with refused(f"A {kind} does not read an image as a sequence of tokens"):
+        plan(settings, config)
 
 
 @pytest.mark.parametrize("layers", [3, 8])

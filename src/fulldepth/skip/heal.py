@@ -131,7 +131,7 @@ def heal(
         except StoppedError:
             raise
         except FulldepthError:
-            if not any(found for pattern in SLOW for found in work.glob(pattern)):
+            if not any(slow_result for pattern in SLOW for slow_result in work.glob(pattern)):
                 shutil.rmtree(work, ignore_errors=True)
             raise
     shutil.rmtree(work, ignore_errors=True)

@@ -187,10 +187,10 @@ def tokenizer_of(plan: Plan, settings: HealSettings, tokenizer: Any = None) -> A
     Raises:
         FulldepthError: if the search's tokenizer is not there any more.
     """
-    chosen = chosen_tokenizer(settings, tokenizer)
+    stated_tokenizer = chosen_tokenizer(settings, tokenizer)
     searched_with: Any = plan.data.get("tokenizer")
-    if chosen is not None or searched_with is None:
-        return chosen
+    if stated_tokenizer is not None or searched_with is None:
+        return stated_tokenizer
     try:
         load_tokenizer(searched_with, trust_remote_code=settings.trust_remote_code)
     except FulldepthError as error:

@@ -104,10 +104,12 @@ def with_own_text(
     rows = mixture.limits(settings.max_sequences or ROWS)[places[0]]
     assert rows is not None, "the number of rows is given"
     writer = OwnText.of(subject, NAMES[name], settings, rows)
-    others = [pair for number, pair in enumerate(zip(mixture.sources, limits, strict=True)) if number != places[0]]
-    if heldout is not None and not others:
-        others = [(None, settings.max_sequences)]
-    for source, limit in others:
+    other_sources = [
+        pair for number, pair in enumerate(zip(mixture.sources, limits, strict=True)) if number != places[0]
+    ]
+    if heldout is not None and not other_sources:
+        other_sources = [(None, settings.max_sequences)]
+    for source, limit in other_sources:
         read_data(subject, source, settings.model_copy(update={"max_sequences": limit}), heldout=heldout)
     return mixture.with_source(places[0], str(writer.write(folder, watcher)))
 
@@ -245,10 +247,10 @@ class OwnText:
         messages = {number: [{"role": "user", "content": text}] for number, text in prompts.items()}
         starts = {number: encode_prompt(tokenizer, prompt) for number, prompt in messages.items()}
         limits = {number: self.length - len(ids) for number, ids in starts.items()}
-        kept = [number for number in prompts if limits[number] >= 1]
-        answers = self._continued([starts[n] for n in kept], [limits[n] for n in kept], kept, ANSWER)
+        with_room = [number for number in prompts if limits[number] >= 1]
+        answers = self._continued([starts[n] for n in with_room], [limits[n] for n in with_room], with_room, ANSWER)
         rows: list[dict[str, Any]] = []
-        for number, ids in zip(kept, answers, strict=True):
+        for number, ids in zip(with_room, answers, strict=True):
             body, end = split_end(ids, self.ends)
             row = answered_pair(tokenizer, messages[number], body, end)
             while row is not None and (excess := self._size(row) - self.length) > 0:

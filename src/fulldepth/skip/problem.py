@@ -229,7 +229,7 @@ def check_search_target(settings: SearchSettings, depth: int) -> None:
             "--max-loss), or name the blocks with --given."
         )
     picks = picks_of(settings.given or (), settings.granularity)
-    if kept := sorted({block.layer for pick in picks for block in pick} & {*settings.keep}):
+    if named_in_both := sorted({block.layer for pick in picks for block in pick} & {*settings.keep}):
         raise FulldepthError(
-            f"--given removes from layer {kept[0]}, of which --keep lets nothing be removed. Name it in one."
+            f"--given removes from layer {named_in_both[0]}, of which --keep lets nothing be removed. Name it in one."
         )

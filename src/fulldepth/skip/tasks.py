@@ -156,14 +156,16 @@ class TaskComparison:
     def warnings(self) -> list[str]:
         """Warnings of the evaluations; one that holds for all models stands once, another one names its model."""
         of_model = {name: results.meta["warnings"] for name, results in self.scores.items()}
-        shared = [text for text in next(iter(of_model.values()), []) if all(text in own for own in of_model.values())]
-        own = [
+        shared = [
+            text for text in next(iter(of_model.values()), []) if all(text in texts for texts in of_model.values())
+        ]
+        of_single_models = [
             f"Tasks of the {name} model: {text}"
             for name, texts in of_model.items()
             for text in texts
             if text not in shared
         ]
-        return [f"Tasks: {text}" for text in shared] + own
+        return [f"Tasks: {text}" for text in shared] + of_single_models
 
 
 def task_readings(

@@ -145,17 +145,17 @@ class LoadTimes(Timings):
         if len(exports) < 2:
             return
         if self.rounds < FEWEST_ROUNDS:
-            few = f"{self.rounds} rounds are too few to compare exports in {program} ({FEWEST_ROUNDS} are needed)."
-            yield f"most_tokens {program}", Finding(None, "1", f"Not told: {few}")
+            too_few = f"{self.rounds} rounds are too few to compare exports in {program} ({FEWEST_ROUNDS} are needed)."
+            yield f"most_tokens {program}", Finding(None, "1", f"Not told: {too_few}")
             return
         texts = []
         for cell in self.other_load:
-            best, *others = sorted(exports, key=lambda label: -median(self.rates(label, cell)))
-            ahead = [self.rate_ratio(best, other, cell) for other in others]
+            best, *slower = sorted(exports, key=lambda label: -median(self.rates(label, cell)))
+            ahead = [self.rate_ratio(best, other, cell) for other in slower]
             if all(ratio.low > 1 for ratio in ahead):
-                texts.append(f"{self._where(cell)} {best}, {_in_words(ahead[0])} times {others[0]}")
+                texts.append(f"{self._where(cell)} {best}, {_in_words(ahead[0])} times {slower[0]}")
             else:
-                level = [other for other, ratio in zip(others, ahead, strict=True) if not ratio.low > 1]
+                level = [other for other, ratio in zip(slower, ahead, strict=True) if not ratio.low > 1]
                 texts.append(f"{self._where(cell)} no measurable difference between {best} and {', '.join(level)}")
         yield f"most_tokens {program}", Finding(None, "1", f"Most tokens per second in {program}: {'; '.join(texts)}.")
 

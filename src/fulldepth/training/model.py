@@ -336,6 +336,8 @@ def _from_config(config: PreTrainedConfig, settings: TrainSettings) -> PreTraine
 def meta_model(config: PreTrainedConfig, task: str = "causal-lm") -> PreTrainedModel:
     """Build the model without storage, on the meta device: names and shapes only, whatever kernels it will run.
 
+    It is in evaluation mode, in which batch norm accepts a single image.
+
     Args:
         config: the model's configuration, from `build_config`.
         task: a key of `HEADS`.
@@ -343,7 +345,7 @@ def meta_model(config: PreTrainedConfig, task: str = "causal-lm") -> PreTrainedM
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     with torch.device("meta"):
-        return HEADS[task].auto.from_config(config, trust_remote_code=False)
+        return HEADS[task].auto.from_config(config, trust_remote_code=False).eval()
 
 
 def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> type[PreTrainedConfig]:

@@ -291,11 +291,11 @@ def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, wat
     rows, train, owner = opened(data.name, config=data.config, split=data.split, least=1 if data.validation else 2)
     documents = len(rows)
     if data.validation:
-        others, validation, owner = opened(data.validation)
-        identities = np.array([_key(row, 0, whole=True) for row in others], np.uint64)
-        chosen = sample(identities, settings.most_validation, settings.seed)
-        validation = validation.select(np.flatnonzero(np.isin(owner, chosen)))
-        documents += len(chosen)
+        validation_rows, validation, owner = opened(data.validation)
+        identities = np.array([_key(row, 0, whole=True) for row in validation_rows], np.uint64)
+        sampled = sample(identities, settings.most_validation, settings.seed)
+        validation = validation.select(np.flatnonzero(np.isin(owner, sampled)))
+        documents += len(sampled)
     else:
         count = min(max(1, round(documents * data.validation_share)), settings.most_validation)
         validates = held_out_rows(rows, count, settings.seed)

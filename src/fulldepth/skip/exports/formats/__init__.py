@@ -77,10 +77,10 @@ def check_format(model: PreTrainedModel, plan: Plan, format: Format, *, by_list:
     stock = as_text(stock) if format.text_only else stock
     anatomy = anatomy if stock is model else find_anatomy(stock)
     if not by_list and (reason := format.misread(anatomy, plan)) is not None:
-        others = "" if obstacle_to_removing(anatomy) else "Use --format fast or folded. "
+        other_formats = "" if obstacle_to_removing(anatomy) else "Use --format fast or folded. "
         raise FulldepthError(
-            f"{reason} {others}`fulldepth skip apply --format {format.name} --by-list` writes it nevertheless, for "
-            "programs that read the configuration's lists."
+            f"{reason} {other_formats}`fulldepth skip apply --format {format.name} --by-list` writes it nevertheless, "
+            "for programs that read the configuration's lists."
         )
     return anatomy
 
