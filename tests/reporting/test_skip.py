@@ -18,7 +18,7 @@ from fulldepth.reporting.page import payload, render
 from fulldepth.reporting.skip import SkipPart, num_layers_of, parts, removals, timed_models
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import of_record
-from fulldepth.reporting.task_changes import task_sentences, task_tables
+from fulldepth.reporting.task_changes import task_change_tables, task_sentences
 from fulldepth.results import Results, report, tabulate
 from fulldepth.results.pages import together, unique_names
 from fulldepth.skip.bench import bench
@@ -352,10 +352,10 @@ def test_a_healing_opens_with_its_tasks_by_what_their_errors_carry():
         "within and of ten.",
     ]
     assert score_reach(0.02, 500) == pytest.approx(2 * (0.02**2 + 0.002**2) ** 0.5)
-    (shown,) = task_tables(table, headline)
+    (shown,) = task_change_tables(table, headline)
     assert shown.rows[0] == ["clear", "0.500", "0.620", "+0.120 ± 0.020", "0.700", "−0.080 ± 0.020", "500"]
     assert shown.rows[3] == ["unpaired", "0.500", "0.400", "−0.100", "–", "–", "500"]
-    assert task_tables(table, {"net_cost": {"value": 0.1}}) == []
+    assert task_change_tables(table, {"net_cost": {"value": 0.1}}) == []
     healed = Results.load(Path(__file__).parents[2] / "docs" / "gallery" / "smaller-healed")
     said = payload_of(healed)["story"]["sentences"]
     assert [sentence.split(":")[0] for sentence in said[:3]] == [

@@ -30,7 +30,7 @@ from fulldepth.reporting.serving import Spread, load_figures, load_table, ratio_
 from fulldepth.reporting.source import PageSource, PlottedCurve, curve_of, num_layers, number, select
 from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, figure, label, minus, translucent
 from fulldepth.reporting.tables import Meta, Table, of_record, settings_table
-from fulldepth.reporting.task_changes import task_sentences, task_tables
+from fulldepth.reporting.task_changes import task_change_tables, task_sentences
 
 PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
 """Granularity -> name of one removed part."""
@@ -523,7 +523,7 @@ def _healing(part: SkipPart) -> list[Table]:
         if name != "original" and base is not None and loss is not None:
             cells["added"] = signed_loss(loss - base, error)
         rows.append((short(name, 40), cells))
-    return [*task_tables(part.table, part.meta.get("headline") or {}), of_record("healed", rows)]
+    return [*task_change_tables(part.table, part.meta.get("headline") or {}), of_record("healed", rows)]
 
 
 def _block_map(removal: Removal, layers: int) -> dict[str, Any]:

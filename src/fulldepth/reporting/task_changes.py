@@ -10,12 +10,12 @@ import pandas as pd
 from fulldepth.core.errors import enumerated
 from fulldepth.core.number_format import plus_minus
 from fulldepth.core.uncertainty import score_reach
+from fulldepth.reporting.evaluation import SCORE
 from fulldepth.reporting.phrases import short
 from fulldepth.reporting.source import number, select
 from fulldepth.reporting.style import minus
 from fulldepth.reporting.tables import Meta, Table, of_record
 
-SCORE = "task_score"
 ERROR = "difference_stderr"
 """Statistic of the error of a healed model's difference from the original."""
 ORIGINAL = "original"
@@ -83,7 +83,7 @@ def _named(tasks: Sequence[str]) -> str:
     return enumerated([short(task, 60) for task in tasks]) if len(tasks) <= MOST_NAMED else f"{len(tasks)} tasks"
 
 
-def task_tables(table: pd.DataFrame, headline: Meta) -> list[Table]:
+def task_change_tables(table: pd.DataFrame, headline: Meta) -> list[Table]:
     """The scores of all models in every task, and the healed model's differences; no table without tasks."""
     costs = {change.task: change for change in changes(table, headline, COST)}
     subjects = []
