@@ -137,14 +137,14 @@ EDITS = {
     "code of an own task": ("code.py", "'?'", "'!'"),
     "quality's text": ("text.txt", "sun", "moon"),
 }
-OFTEN = ("the local file", "code of an own task")
+OFTEN = ("the local file", "code of an own task", "the model's configuration")
 
 
 @pytest.mark.parametrize(
     "change",
     [
         pytest.param(one, marks=() if one in OFTEN else pytest.mark.thorough)
-        for one in (*EDITS, "lm-eval", "the tokenizer")
+        for one in (*EDITS, "lm-eval", "the tokenizer", "the model's configuration")
     ],
 )
 def test_finished_results_of_other_content_are_not_returned(change, checkpoint, data, tmp_path, monkeypatch):
@@ -157,10 +157,12 @@ def test_finished_results_of_other_content_are_not_returned(change, checkpoint, 
     places = {"task_data": [str(folder)], "include_path": str(tmp_path), "generation_quality": str(text)}
     options = {**places, "exit_layers": "full", "limit": 4, "bootstrap_iters": 10, "prompts": 2, "max_new_tokens": 4}
     out, tokenizer = tmp_path / "out", small_world.tokenizer()
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
 
     def run(**changed):
         tasks = ["arc_easy_local", "mine"]
-        return evaluate(checkpoint, tasks, out, resume=True, tokenizer=tokenizer, **{**options, **changed})
+        return evaluate(str(model), tasks, out, resume=True, tokenizer=tokenizer, **{**options, **changed})
 
     first = run()
     shutil.copytree(folder, tmp_path / "copy")
@@ -170,8 +172,12 @@ def test_finished_results_of_other_content_are_not_returned(change, checkpoint, 
         (tmp_path / name).write_text((tmp_path / name).read_text().replace(before, after))
     elif change == "lm-eval":
         monkeypatch.setattr("fulldepth.evaluation.loading.version", lambda name: "99")
-    else:
+    elif change == "the tokenizer":
         tokenizer.add_tokens(["river"])
+    else:
+        configuration = json.loads((model / "config.json").read_text())
+        configuration["rms_norm_eps"] = 0.1
+        (model / "config.json").write_text(json.dumps(configuration))
     with refused("other content"):
         run()
 

@@ -207,7 +207,7 @@ def test_damaged_progress_is_refused_or_does_not_matter(model, examples, tmp_pat
     assert all(len(text) < 1000 and ("Remove the file" in text or "another search" in text) for text in messages)
 
 
-def test_a_finished_plan_is_neither_written_over_nor_found_again(model, examples, tmp_path):
+def test_a_finished_plan_is_neither_written_over_nor_found_again(model, examples, tmp_path, monkeypatch):
     options, told = {**UNFITTED, "output": tmp_path / "out"}, []
     plan = search(model, examples, **options)
     with refused(r"already holds a plan\.json"):
@@ -217,6 +217,9 @@ def test_a_finished_plan_is_neither_written_over_nor_found_again(model, examples
     assert not told
     with refused("plan of another search"):
         search(model, examples, resume=True, **options | {"seed": 1})
+    monkeypatch.setattr(model.config, "rope_parameters", {**model.config.rope_parameters, "rope_theta": 500.0})
+    with refused("plan of another search"):
+        search(model, examples, resume=True, **options)
 
 
 def test_a_loss_that_is_not_finite_is_never_ranked(model, examples, monkeypatch):

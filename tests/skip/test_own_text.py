@@ -41,7 +41,7 @@ def subject(template=None, name="llama"):
     return SimpleNamespace(
         model=model,
         tokenizer=tokenizer(template),
-        hash="sha256:" + "a" * 64,
+        identity={"model": "sha256:" + "a" * 64},
         anatomy=SimpleNamespace(max_positions=64, vocab_size=None),
     )
 

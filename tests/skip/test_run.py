@@ -171,6 +171,10 @@ def test_responses_are_found_again_and_never_written_over(tmp_path, monkeypatch)
     assert made() == first
     with refused("count was 2, is 3"):
         made(3)
+    model.config.rms_norm_eps *= 2
+    with refused("configuration was"):
+        made()
+    model.config.rms_norm_eps /= 2
     file.write_text("edited\n")
     with refused("has changed"):
         made()

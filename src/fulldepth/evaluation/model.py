@@ -38,7 +38,7 @@ class EvaluatedModel:
         if plan is not None:
             plan.check_model(subject.model)
         identity = {
-            "model": subject.hash,  # while blocks are skipped, weights have other names
+            **subject.identity,  # while blocks are skipped, weights have other names
             "tokenizer": hash_tokenizer(subject.tokenizer),
             "dtype": str(subject.model.dtype),
             "plan": plan and str(Fingerprint(json.dumps(plan.document(), sort_keys=True, default=str))),

@@ -1,19 +1,24 @@
-"""`model_hash`: a hash of a model's weights that does not depend on files, devices or the precision of loading."""
+"""Hashes of a model: of its weights, and of the configuration by which it computes with them."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from fulldepth.core.files import Fingerprint
 from fulldepth.hf.modes import loaded_weight
 
 CHUNK = 2**22
 """Number of elements that are hashed at a time."""
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype", *TOKEN_IDS}
+"""Entries of `config.json` that have no effect on the numbers of a batch, or that are set from the tokenizer."""
 
 
 def model_hash(model: nn.Module) -> str:
@@ -51,6 +56,21 @@ def model_hash(model: nn.Module) -> str:
                 fingerprint.add(part.encode())
             fingerprint.add(digest)
     return str(fingerprint)
+
+
+def configuration_hash(model: PreTrainedModel, *ignored: str) -> str:
+    """Return `sha256:...` of the entries of a model's configuration that determine its numbers.
+
+    Two models with the same `model_hash` may compute otherwise: with another base of the rotary embedding, epsilon of
+    a norm, window of the attention, or number of experts.
+
+    Args:
+        model: the model.
+        ignored: names of entries that are left out beside `NO_NUMBERS`.
+    """
+    entries = json.loads(model.config.to_json_string(use_diff=True)).items()
+    counted = {name: value for name, value in entries if name not in NO_NUMBERS and name not in ignored}
+    return str(Fingerprint(json.dumps(counted, sort_keys=True)))
 
 
 def equal(first: Any, second: Any) -> bool:

@@ -163,7 +163,7 @@ class OwnText:
             FulldepthError: see `with_own_text`; if too many rows are empty.
         """
         asked: dict[str, JsonValue] = {
-            "model": self.subject.hash,
+            **self.subject.identity,
             "kind": self.kind,
             "rows": self.rows,
             "length": self.length,

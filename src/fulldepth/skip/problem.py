@@ -74,7 +74,7 @@ class SearchProblem:
         whole = settings.granularity == "layer" and anatomy.not_serial is None
         if not (verified.chained if whole else verified.branches):
             raise FulldepthError(f"{subject.kind} cannot skip blocks: {_unremovable(verified, whole)}")
-        _ = subject.hash  # computed here: switches change the names of weights
+        _ = subject.identity  # computed here: switches change the names of weights
         with Switches(anatomy, kind := settings.granularity) as switches:
             scorer = Scorer(anatomy, subject.classifier, switches, chunks[0][0], keep=settings.keep)
             removable = scorer.costs.able

@@ -228,7 +228,7 @@ def respond(
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.chat_template = None
     digest = sha256_of(json.dumps(prompts))
-    asked = {"model": subject.hash, "prompts": f"sha256:{digest}", "count": count}
+    asked = {**subject.identity, "prompts": f"sha256:{digest}", "count": count}
     asked |= sampling.model_dump(exclude={"batch_size"})
     if notes.exists() or responses.exists():
         try:

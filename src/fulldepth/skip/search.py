@@ -152,6 +152,7 @@ def search_with(
     folder = None if output is None else Path(output)
     settings = problem.settings
     scorer = problem.scorer
+    identity = problem.subject.identity
     if folder is not None and process.agree((folder / FILE).exists()):
         return _finished(folder, problem, process)
 
@@ -169,7 +170,7 @@ def search_with(
         process,
         criterion=settings.criterion,
         path=None if folder is None else folder / PROGRESS,
-        fingerprint={"model": problem.subject.hash, "data": problem.examples.meta["hash"], **problem.noted_settings},
+        fingerprint={**identity, "data": problem.examples.meta["hash"], **problem.noted_settings},
         resume=resume,
         watcher=watcher,
         refit=partial(fitted, candidate=True),
@@ -265,8 +266,11 @@ def _choose(
 def _finished(folder: Path, problem: SearchProblem, process: Processes) -> Plan:
     """The plan of this search, which has finished before."""
     plan = Plan.load(folder)
-    expected = problem.subject.hash, problem.examples.meta["hash"], problem.noted_settings
-    if (plan.model.hash, plan.data["hash"], plan.cost.get("settings")) != expected:
+    identity = problem.subject.identity
+    configuration = plan.cost.get("configuration", identity["configuration"])  # earlier versions do not state it
+    expected = identity, problem.examples.meta["hash"], problem.noted_settings
+    found = {"model": plan.model.hash, "configuration": configuration}, plan.data["hash"], plan.cost.get("settings")
+    if found != expected:
         raise FulldepthError(f"{folder} holds the plan of another search. Choose another output folder.")
     if process.is_main:
         (folder / PROGRESS).unlink(missing_ok=True)
@@ -309,6 +313,7 @@ def _cost(
             for name, record in zip(("healed", "control"), fits, strict=True)
         }
     cost["settings"] = problem.noted_settings
+    cost["configuration"] = problem.subject.identity["configuration"]
     if goal.target != "blocks":
         gains = [goal.gain(pick) for pick in picks]
         needed = None if math.isinf(goal.needed) else goal.needed

@@ -37,7 +37,7 @@ from fulldepth.hf import (
     text_config,
     unwrapped,
 )
-from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf.model_hash import configuration_hash, model_hash
 from fulldepth.settings.loading import LoadingSettings, ReadingSettings
 
 DEFAULT_LENGTH = 256
@@ -193,6 +193,11 @@ class Subject:
     def hash(self) -> str:
         """`model_hash` of the model."""
         return model_hash(self.model)
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """What a model's numbers depend on: the hashes of its weights and of its configuration."""
+        return {"model": self.hash, "configuration": configuration_hash(self.model)}
 
     def inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A batch's inputs on the model's device and in its precision."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -48,7 +47,7 @@ from fulldepth.hf.checkpoint_folder import (
     publish_older_names,
     strip_foreign_code,
 )
-from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf.model_hash import configuration_hash, model_hash
 from fulldepth.hf.rounding import TOLERANCE
 from fulldepth.hf.run_checkpoints import SEAL
 from fulldepth.hf.stock import as_stock
@@ -60,7 +59,6 @@ from fulldepth.settings.loading import Amount
 from fulldepth.settings.train import MAY_DIFFER, SETTINGS, TrainSettings
 from fulldepth.training.frozen import REMOVED
 from fulldepth.training.lora import ADAPTERS
-from fulldepth.training.model import TOKEN_IDS
 
 TOKENIZER = "tokenizer"
 KIND = "training"
@@ -79,9 +77,6 @@ OF_RUNS = (DOCUMENT, TABLE, PAGE, "checkpoint-*", TOKENIZER)
 """Patterns of files of a run. Without the run's settings beside them, they belong to something else."""
 RECORD = "record.parquet"
 """File in a checkpoint: the rows of the run's results up to its step."""
-NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype", *TOKEN_IDS}
-NO_NUMBERS |= {REMOVED}
-"""Entries of `config.json` that have no effect on training, or that the Trainer sets from the tokenizer."""
 NOT_THE_MODEL = (
     SEAL,
     UNFINISHED,
@@ -282,12 +277,12 @@ def check_origin(
     origin = {
         "training data": data,
         "order of the data": f"{ORDER} {settings.seed}",
-        "model configuration": _configuration_hash(model),
+        "model configuration": configuration_hash(model, REMOVED),
     }
     if settings.lora.rank:  # a checkpoint does not hold these weights
         origin["model to start from"] = model_hash(model)
     if teacher is not None:
-        origin["teacher"] = str(Fingerprint(f"{_configuration_hash(teacher)} {model_hash(teacher)}"))
+        origin["teacher"] = str(Fingerprint(f"{configuration_hash(teacher, REMOVED)} {model_hash(teacher)}"))
         before = {"teacher": origin["teacher"], **before}  # earlier versions do not state it
     for name in per_batch_terms(settings.objective.terms):
         origin[f"batch of {name}"] = f"{arguments.world_size} x {arguments.per_device_train_batch_size} sequences"
@@ -304,13 +299,6 @@ def check_origin(
     if in_any_process := [difference for part in current().gather(differences) for difference in part]:
         raise FulldepthError(in_any_process[0])
     return origin
-
-
-def _configuration_hash(model: PreTrainedModel) -> str:
-    """Hash of the entries of a model's configuration that determine its numbers."""
-    entries = json.loads(model.config.to_json_string(use_diff=True)).items()
-    counted = {name: value for name, value in entries if name not in NO_NUMBERS}
-    return str(Fingerprint(json.dumps(counted, sort_keys=True)))
 
 
 def check_disk(model: PreTrainedModel, settings: TrainSettings, folder: Path, checkpoint: Path | None) -> None:

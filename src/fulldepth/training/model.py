@@ -51,6 +51,7 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.asked_outputs import make_plain
 from fulldepth.hf.exit_heads import output_layer
+from fulldepth.hf.model_hash import TOKEN_IDS
 from fulldepth.hf.promises import withdraw_promises
 from fulldepth.hf.tying import UNTIED, state_untied, stores_apart
 from fulldepth.losses import use_detection_loss
@@ -68,7 +69,6 @@ SIZE = re.compile(
 )
 """Names of options without which there is no model."""
 TIED = "tie_word_embeddings"
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOT_OPTIONS = {
     "self",
     "kwargs",
