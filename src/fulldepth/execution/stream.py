@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fulldepth.core.errors import FulldepthError, is_out_of_memory, one_line
-from fulldepth.hf import Anatomy, Classifier, Head, body_inputs, logits_of
+from fulldepth.hf import Anatomy, Classifier, Head, body_inputs, logits_of, text_config
 from fulldepth.hf.families import FUNCTIONS, Pool
 from fulldepth.hf.finder import STACKS
-from fulldepth.hf.heads import pool
+from fulldepth.hf.heads import logit_factor, pool
 from fulldepth.hf.model_hash import equal
 from fulldepth.hf.modes import first_input, hooked
 from fulldepth.hf.rounding import is_close, relative_error
@@ -260,7 +260,8 @@ def _end(anatomy: Anatomy, trace: Trace) -> Tensor:
 def find_head(anatomy: Anatomy, trace: Trace, last: Tensor, mask: Tensor | None) -> Head | None:
     """The shortest chain of modules from `h_L` to the model's logits, found by following the tensors.
 
-    Between two modules a head may select or average positions. Heads that compute outside of modules are not found.
+    Between two modules a head may select or average positions, and multiply states by the configuration's factor of
+    the logits. Heads that compute otherwise outside of modules are not found.
 
     Args:
         anatomy: with verified blocks and final norm.
@@ -275,7 +276,10 @@ def find_head(anatomy: Anatomy, trace: Trace, last: Tensor, mask: Tensor | None)
         return None
     frontier: list[_Step] = [_Step(last, (), "token")]
     leading = {1, 1 + (getattr(anatomy.config, "num_register_tokens", None) or 0)}
+    factor = logit_factor(text_config(anatomy.config, decoder=True))
     for _ in range(LONGEST_HEAD):
+        if factor != 1.0:  # MiniCPM3 scales the head's input, which gives the logits the same factor
+            frontier += [step._replace(state=step.state * factor) for step in frontier]
         frontier += [pooled for step in frontier for pooled in _pooled(step, mask, leading)]
         frontier += [
             step._replace(state=function()(step.state), modules=(*step.modules, name))

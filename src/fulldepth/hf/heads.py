@@ -91,6 +91,15 @@ def _first_entry(config: Any, names: Iterable[str]) -> Any:
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
+def logit_factor(config: Any) -> float:
+    """Return the factor of the logits of tokens that a configuration states, by any of its names; 1 without one."""
+    multiplier = _first_entry(config, MULTIPLIERS)
+    if multiplier is not None:
+        return float(multiplier)
+    divisor = _first_entry(config, DIVISORS)
+    return 1 / float(divisor) if divisor else 1.0
+
+
 class Classifier:
     """Applies a model's final norm and head to residual states of any layer.
 
@@ -119,14 +128,7 @@ class Classifier:
             raise FulldepthError(f"{type(anatomy.model).__name__} has no head where expected: {error}.") from error
         config = text_config(anatomy.model.config, decoder=True)
         self.softcap = _first_entry(config, SOFT_CAPS) if self.head.capped else None
-        multiplier = _first_entry(config, MULTIPLIERS)
-        divisor = _first_entry(config, DIVISORS)
-        if self.head.scale is not None:
-            self.scale = self.head.scale
-        elif multiplier is not None:
-            self.scale = float(multiplier)
-        else:
-            self.scale = 1 / float(divisor) if divisor else 1.0
+        self.scale = logit_factor(config) if self.head.scale is None else self.head.scale
         if self.head.scaled_if is not None and getattr(config, self.head.scaled_if, False):
             self.scale *= float(config.d_model) ** -0.5
         if not self.per_token:  # scale and soft cap belong to language heads only
