@@ -196,7 +196,7 @@ class Subject:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """What a model's numbers depend on: the hashes of its weights and of its configuration."""
+        """The hashes of a model's weights and of its configuration, on which its numbers depend."""
         return {"model": self.hash, "configuration": configuration_hash(self.model)}
 
     def inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
