@@ -85,7 +85,8 @@ def test_the_sentences_on_parts_that_tasks_chose_are_those_of_the_stored_runs():
     eight, second = scores("rows of the tasks", 1)
     third_parts, third = scores("rows of the tasks", 2)
     controls = [scores("control on rows of the tasks", seed)[1] for seed in range(3)]
-    _, chat = scores("own chat", 0)
+    chats = [scores("own chat", seed) for seed in range(2)]
+    assert [parts for parts, _ in chats] == [nine, eight]
     assert (len(nine), len(eight)) == (9, 8)
     assert {*eight} < {*nine}
     assert [sum(name.startswith(part) for name in third_parts) for part in ("attention", "mlp", "layer")] == [6, 2, 1]
@@ -106,7 +107,8 @@ def test_the_sentences_on_parts_that_tasks_chose_are_those_of_the_stored_runs():
     tested = scipy.stats.ttest_1samp(costs, 0)
     assert f"removal costs {costs.mean(0)[0]:.3f} ± {scipy.stats.sem(costs)[0]:.3f} of LAMBADA" in page
     assert (tested.pvalue < 0.05).tolist() == [True, False, False]
-    assert f"the nine attentions lose {-chat[0][0]:.3f} ± {chat[0][1]:.3f} of LAMBADA" in page
+    lost = [f"{-tasks[0][0]:.3f} ± {tasks[0][1]:.3f}" for _, tasks in chats]
+    assert f"the nine attentions lose {lost[0]} of LAMBADA against the original, the eight {lost[1]}." in page
 
 
 def test_the_log_states_what_healing_on_novels_lost():
