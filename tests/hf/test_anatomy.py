@@ -77,6 +77,14 @@ def test_projections_are_every_weight_matrix_of_every_block():
     assert shapes == {(name, layer): shape for layer in (1, 2, 3) for name, shape in matrices.items()}
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_layers_whose_weight_is_a_method_have_no_matrices():
+    """torch's own 8-bit layers, whose `weight` has to be called."""
+    model = torch.ao.quantization.quantize_dynamic(tiny_models.build("llama"), {nn.Linear})
+    anatomy = anatomy_candidates(model)[0]
+    assert not [*anatomy.projections(), *anatomy.expert_projections()]
+
+
 def test_the_finder_takes_a_model_of_one_block():
     config = tf.Olmo2Config(**tiny_models.PLAIN | {"num_hidden_layers": 1})
     model = tf.Olmo2ForCausalLM(config).eval()

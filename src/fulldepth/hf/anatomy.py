@@ -304,7 +304,8 @@ class Anatomy:
         """
         for name, layer, module in self._modules_of_blocks():
             weight = getattr(module, "weight", None)
-            if name and weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding):
+            is_matrix = isinstance(weight, Tensor) and weight.ndim == 2  # torch's quantised layers have a method
+            if name and is_matrix and not isinstance(module, nn.Embedding):
                 yield name, layer, module
 
     def expert_projections(self) -> Iterator[tuple[str, int, nn.Parameter | None]]:
@@ -320,7 +321,7 @@ class Anatomy:
             stacked = stacked_experts(module)
             yield from ((f"{path}.{name}".removesuffix(".weight"), layer, p) for name, p in stacked.items())
             weight = getattr(module, "weight", None)
-            is_matrix = weight is not None and weight.ndim == 2  # found by `projections`
+            is_matrix = isinstance(weight, Tensor) and weight.ndim == 2  # found by `projections`
             has_parameters = next(module.parameters(recurse=False), None) is not None
             if has_parameters and not stacked and not is_matrix and "expert" in type(module).__name__.lower():
                 yield path, layer, None
