@@ -247,6 +247,10 @@ Attention and MLP are the two modules whose outputs a block adds to its input, w
 or a convolution in the place of attention counts as attention. Where a block adds anything else (a bias, a third
 module, a scaled stream), they are not known, and layers are measured, and removed by `fulldepth skip`, as wholes.
 
+BigBird reads texts of more than `(5 + 2 num_random_blocks) block_size` tokens (704) with sparse attention, and no
+longer does so once it has read a shorter one: longer texts are refused, unless its configuration says
+`"attention_type": "original_full"`. Longformer pads to whole windows, and is measured on texts of whole windows alone.
+
 The models have two to four layers. RWKV halves its stream after every `rescale_every` (six) layers: loaded from a
 folder it is measured and cut at any depth, with `rescale_every=0` and the same logits; in memory it is refused unless
 it was loaded so.

@@ -75,13 +75,20 @@ def batches(examples: Sequence[Example], batch_size: int, *, pad_id: int = 0) ->
     return (padded_batch(group, pad_id) for group in grouped(examples, batch_size))
 
 
-def grouped(examples: Sequence[Example], batch_size: int) -> list[list[Example]]:
+def grouped(examples: Sequence[Example], batch_size: int, apart: int | None = None) -> list[list[Example]]:
     """The examples of each batch of `batches`, in the order of its rows.
+
+    Args:
+        examples: examples to batch, each once.
+        batch_size: sequences in a batch; the last may have fewer.
+        apart: examples of more tokens than this are in other batches than the rest; None = no such length.
 
     Raises:
         FulldepthError: if `batch_size` is less than 1.
     """
-    return in_batches(sorted(examples, key=len, reverse=True), batch_size)  # stable, also in reverse
+    ordered = sorted(examples, key=len, reverse=True)  # stable, also in reverse
+    longer = 0 if apart is None else sum(len(example) > apart for example in ordered)
+    return [*in_batches(ordered[:longer], batch_size), *in_batches(ordered[longer:], batch_size)]
 
 
 def in_batches(items: Sequence[T], batch_size: int) -> list[list[T]]:
@@ -158,9 +165,21 @@ class Batch:
         return len(self.sequence)
 
     def mask(self, positions: int, device: torch.device | str = "cpu") -> Tensor:
-        """[B, positions] bool, False = padding; images have none."""
+        """[B, positions] bool, False = padding; images have none.
+
+        Raises:
+            FulldepthError: if the model works on another number of positions than the batch has tokens.
+        """
         mask = self.attention_mask
-        return (torch.ones(len(self), positions, dtype=torch.bool) if mask is None else mask).to(device)
+        if mask is None:
+            return torch.ones(len(self), positions, dtype=torch.bool, device=device)
+        if mask.shape[1] != positions:
+            raise FulldepthError(
+                f"The model's layers work on {positions} positions where a batch has sequences of {mask.shape[1]} "
+                "tokens, because it pads or rearranges sequences of some lengths (Longformer: to whole windows). Give "
+                "sequences of one length that it leaves alone: text, and sequence_length."
+            )
+        return mask.to(device)
 
 
 @dataclass

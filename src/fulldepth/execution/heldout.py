@@ -101,7 +101,8 @@ def heldout_losses(
     longest = max(map(len, examples), default=1)
     largest = max(vocabulary(model) for model in models.values())
     sequences = DEVICE_BYTES // (longest * largest * torch.float32.itemsize)
-    batches = make_batches(examples, min(batch_size, max(1, sequences)))
+    configs = (model.config for model in models.values() if not isinstance(model, LlamaCpp))
+    batches = make_batches(examples, min(batch_size, max(1, sequences)), next(configs, None))
     watcher.begin("Held-out loss", len(batches) * len(models))
     sums: dict[str, dict[str, list[float]]] = {kind: {label: [] for label in models} for kind in kinds}
     for batch in batches:

@@ -18,7 +18,7 @@ from fulldepth.data.batches import Example, grouped, padded_batch
 from fulldepth.execution.flops import Costs, Shape, Variant, costs_of, parts_of
 from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.execution.predictions import Reduce, log_probabilities, losses, read_predictions, row_parts, tiles
-from fulldepth.hf import Anatomy, Block, Classifier, device_of
+from fulldepth.hf import Anatomy, Block, Classifier, device_of, first_rotation_length
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.hf.truncation import state_at
@@ -79,13 +79,19 @@ class ScoredBatch:
         )
 
 
-def make_batches(examples: Sequence[Example], batch_size: int) -> list[ScoredBatch]:
-    """Batches of examples, the longest first.
+def make_batches(examples: Sequence[Example], batch_size: int, config: Any = None) -> list[ScoredBatch]:
+    """Batches of examples, the longest first, in which each has the loss that it has alone.
+
+    Args:
+        examples: examples to batch, each once.
+        batch_size: sequences in a batch, at most.
+        config: of the model; with LongRoPE, examples that it rotates in different ways are kept apart. None = they may
+            share a batch.
 
     Raises:
         FulldepthError: if no token of the examples is predicted.
     """
-    groups = grouped(examples, batch_size)
+    groups = grouped(examples, batch_size, first_rotation_length(config))
     scored = [ScoredBatch.of(padded_batch(group, 0), [example.document for example in group]) for group in groups]
     if not any(len(batch.targets) for batch in scored):
         raise FulldepthError("The data are empty: no token counts.")

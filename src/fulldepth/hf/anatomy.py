@@ -273,11 +273,13 @@ class Anatomy:
 
     @property
     def max_positions(self) -> int | None:
-        """Length of the longest sequence that the model has positions for; None = no limit."""
+        """Length of the longest sequence that the model has positions for, or of BigBird the `full_attention_length`;
+        None = no limit.
+        """
         limit = getattr(self.config, "max_position_embeddings", None)
         if not isinstance(limit, int) or limit <= 0:  # XLNet uses -1
             return None
-        return limit - unused_positions(self.body)
+        return min(limit - unused_positions(self.body), full_attention_length(self.body) or limit)
 
     @property
     def vocab_size(self) -> int | None:
@@ -501,6 +503,33 @@ def layer_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
     (`per_layer_config`), which cannot be read from the model's.
     """
     return config.per_layer_config[layer - 1] if getattr(config, "is_heterogeneous", False) else config
+
+
+def full_attention_length(model: nn.Module) -> int | None:
+    """Tokens up to which BigBird attends to all of them; None for models that read all texts in the same way.
+
+    It reads longer texts with sparse attention until it has read a shorter one, so their states depend on what it read
+    before.
+    """
+    for module in model.modules():
+        if getattr(module, "attention_type", None) == "block_sparse":
+            config: Any = module.config
+            return int((5 + 2 * config.num_random_blocks) * config.block_size)
+    return None
+
+
+def first_rotation_length(config: Any) -> int | None:
+    """Tokens up to which a model with LongRoPE rotates its keys by the first of two lists of factors; None for others.
+
+    All sequences of a batch are rotated as its longest one.
+    """
+    stated = getattr(config, "rope_parameters", None) or {}
+    of_layers = [parameters for parameters in stated.values() if isinstance(parameters, dict)] or [stated]
+    name = "original_max_position_embeddings"
+    for rope in of_layers:
+        if rope.get("rope_type") == "longrope":
+            return int(rope.get(name) or getattr(config, name, None) or 0) or None
+    return None
 
 
 def unused_positions(model: nn.Module) -> int:

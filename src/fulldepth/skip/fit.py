@@ -111,8 +111,9 @@ def fit_scales(
     """
     fit_options = layer(FitOptions, options)
     check_fit(train)
-    evaluation = make_batches(heldout, fit_options.micro_batch_size)
-    with evaluating(model.model if isinstance(model, Anatomy) else model):
+    plain_model: Any = model.model if isinstance(model, Anatomy) else model
+    evaluation = make_batches(heldout, fit_options.micro_batch_size, plain_model.config)
+    with evaluating(plain_model):
         anatomy, classifier = prove(model, evaluation[0].inputs)
         with Switches(anatomy, granularity) as switches:
             scorer = Scorer(anatomy, classifier, switches, evaluation[0])
@@ -165,7 +166,7 @@ def fit(
                 step = [train[int(index)] for index in at]
                 counted = sum(example.predicted for example in step)
                 optimiser.zero_grad()
-                for batch in make_batches(step, options.micro_batch_size) if counted else ():
+                for batch in make_batches(step, options.micro_batch_size, scorer.anatomy.config) if counted else ():
                     batch = batch.to(scorer.device)
                     with torch.enable_grad():
                         states = scorer.states(batch, variant, scalars, checkpointing=options.checkpointing)

@@ -462,7 +462,9 @@ def _heal(
         batch_size: sequences in a batch.
         watcher: receives progress after each branch.
     """
-    fitted, choosing = ([b.to(device_of(original)) for b in make_batches(part, batch_size)] for part in rows)
+    fitted, choosing = (
+        [batch.to(device_of(original)) for batch in make_batches(part, batch_size, original.config)] for part in rows
+    )
     source, _ = prove(original, fitted[0].inputs)
     anatomy, _ = prove(healed, fitted[0].inputs)
     removed = frozenset((layer, role) for role in ROLES for layer in plan.lacking(role))

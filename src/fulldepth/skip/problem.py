@@ -68,7 +68,7 @@ class SearchProblem:
         if data is None and settings.fit:
             raise FulldepthError("Scalars are trained on --data. Give it, or leave them out: --no-fit.")
         examples = read_data(subject, data, settings, heldout=heldout)
-        chunks = split(examples, settings)
+        chunks = split(examples, settings, subject.anatomy.config)
         verified = subject.prove({name: rows[:2] for name, rows in chunks[0][0].inputs.items()})
         anatomy = verified.anatomy
         whole = settings.granularity == "layer" and anatomy.not_serial is None
@@ -202,8 +202,8 @@ def stand_in(subject: Subject) -> Examples:
     return Examples(rows, rows)
 
 
-def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:
-    """The held-out examples in chunks of batches: random parts of nearly equal size.
+def split(examples: Examples, settings: SearchSettings, config: Any) -> list[Chunk]:
+    """The held-out examples in chunks of batches for a model: random parts of nearly equal size.
 
     Raises:
         FulldepthError: if no token of one counts.
@@ -212,7 +212,8 @@ def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:
     order = np.random.default_rng(settings.seed).permutation(len(heldout))
     size = 1 if settings.search == "greedy" else min(settings.batch_size, SMALL_CHUNK)
     count = max(1, min(settings.chunks, len(heldout) // size))
-    return [make_batches([heldout[i] for i in part], settings.batch_size) for part in np.array_split(order, count)]
+    parts = np.array_split(order, count)
+    return [make_batches([heldout[i] for i in part], settings.batch_size, config) for part in parts]
 
 
 def check_search_target(settings: SearchSettings, depth: int) -> None:

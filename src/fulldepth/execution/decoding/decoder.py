@@ -22,7 +22,7 @@ from fulldepth.execution.decoding.session import DecodingSession, Stats
 from fulldepth.execution.latency import check_prompt_fits
 from fulldepth.execution.layer_runner import LayerRunner, decoding_runner, positions
 from fulldepth.execution.verify import prove
-from fulldepth.hf import CACHE_NAMES, Anatomy, cache_in, device_of, evaluating
+from fulldepth.hf import CACHE_NAMES, Anatomy, cache_in, device_of, evaluating, first_rotation_length
 
 SHARED = (
     "position_ids",
@@ -281,16 +281,12 @@ def _check_rotation(config: Any, prompt: int, new_tokens: int) -> None:
     Raises:
         FulldepthError: if it does.
     """
-    stated = getattr(config, "rope_parameters", None) or {}
-    of_layers = [parameters for parameters in stated.values() if isinstance(parameters, dict)] or [stated]
-    for rope in of_layers:
-        name = "original_max_position_embeddings"
-        limit = int(rope.get(name) or getattr(config, name, None) or 0)
-        if rope.get("rope_type") == "longrope" and prompt <= limit < prompt + new_tokens:
-            raise FulldepthError(
-                f"From {limit + 1} tokens on the model rotates its keys in another way (longrope), so that a text may "
-                f"not grow over this length. After a prompt of {prompt}, ask for at most {limit - prompt} new tokens."
-            )
+    limit = first_rotation_length(config)
+    if limit is not None and prompt <= limit < prompt + new_tokens:
+        raise FulldepthError(
+            f"From {limit + 1} tokens on the model rotates its keys in another way (longrope), so that a text may "
+            f"not grow over this length. After a prompt of {prompt}, ask for at most {limit - prompt} new tokens."
+        )
 
 
 def _check(mask: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) -> None:
