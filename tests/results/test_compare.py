@@ -198,6 +198,25 @@ def test_effects_of_removal_are_compared_by_part(part, suffix):
 
 
 @pytest.mark.parametrize(
+    ("clusters", "verdict"),
+    [
+        ({"clusters": 22, "independent": 22.0}, "unpaired difference +0.2 ± 0.05"),
+        ({"clusters": 3}, "no measurable difference (unpaired, at most 0.42)"),
+        ({"clusters": 22, "independent": 3.0}, "no measurable difference (unpaired, at most 0.42)"),
+    ],
+)
+def test_few_clusters_measure_by_student_s_t(clusters, verdict):
+    """Four standard errors: of three clusters the 95 % interval is 4.303 of them to either side."""
+    data = {"hash": "sha256:1", "name": "texts", **clusters}
+    numbers = ({"mean": 0.3, "standard_error": 0.03}, {"mean": 0.5, "standard_error": 0.04})
+    first, second = (
+        measurement(4, [row("displacement", 4, value, name) for name, value in stated.items()], data=data)
+        for stated in numbers
+    )
+    assert f"; {verdict}." in versus(first, second).headline["last_layer_displacement:b"]["sentence"]
+
+
+@pytest.mark.parametrize(
     ("changes", "measure", "warned"),
     [
         ({"settings": {"score": "all"}}, "lens_loss", "different tokens of the responses or prompts"),

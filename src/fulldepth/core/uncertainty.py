@@ -35,6 +35,8 @@ GROUPS = 32
 """Maximum number of groups. With 32, a standard error is itself uncertain by about 13 per cent."""
 FEWEST_CLUSTERS = 3
 """Fewest clusters from which a standard error is stated."""
+FEW_CLUSTERS = 8
+"""Number of clusters below which a difference is judged by Student's t."""
 FEWEST_DOCUMENTS = 8
 """Fewest documents on which a search drops a candidate or is sure of its pick."""
 ALIKE = 2 / 3
@@ -242,12 +244,24 @@ def crossing(sums: ArrayLike, weights: ArrayLike) -> tuple[int, int] | None:
     return int(low), int(high)
 
 
-def measurable(differences: ArrayLike, errors: ArrayLike) -> NDArray[np.bool_]:
+def reach(clusters: float = math.inf) -> float:
+    """Standard errors that a single difference must exceed to be measurable: 2, or by Student's t for few clusters.
+
+    Args:
+        clusters: number of clusters, see `independent`.
+    """
+    return max(SIGNIFICANT, quantile(clusters)) if clusters < FEW_CLUSTERS else SIGNIFICANT
+
+
+def measurable(differences: ArrayLike, errors: ArrayLike, clusters: float = math.inf) -> NDArray[np.bool_]:
     """Which of several differences are measurable: more than 2 standard errors from 0 after Holm's correction.
+
+    From fewer than `FEW_CLUSTERS` clusters, the probability of so many standard errors is that of Student's t.
 
     Args:
         differences: the differences that one sentence is about, `[n]`.
         errors: their standard errors, `[n]`; NaN = not measurable.
+        clusters: number of clusters that the errors rest on, see `independent`.
 
     Source: Holm, "A simple sequentially rejective multiple test procedure" (1979), at the risk of 2 standard errors.
     """
@@ -255,7 +269,8 @@ def measurable(differences: ArrayLike, errors: ArrayLike) -> NDArray[np.bool_]:
     e = np.atleast_1d(np.asarray(errors, np.float64))
     with np.errstate(divide="ignore", invalid="ignore"):
         z = np.where(np.isfinite(e) & np.isfinite(d), np.where(d == 0, 0.0, np.abs(d) / e), 0.0)
-    return holm(2 * scipy.special.ndtr(-z)) < 2 * scipy.special.ndtr(-SIGNIFICANT)
+    freedom = max(clusters - 1, 0.0) if clusters < FEW_CLUSTERS else math.inf
+    return holm(2 * scipy.special.stdtr(freedom, -z)) < 2 * scipy.special.ndtr(-SIGNIFICANT)
 
 
 def holm(p: ArrayLike) -> Array:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import reading
 from fulldepth.core.targets import IGNORE
+from fulldepth.core.uncertainty import independent
 from fulldepth.data.records import ImageRecord
 
 T = TypeVar("T")
@@ -244,6 +247,14 @@ class Sequences:
         """True if all sequences have one length, so that nothing is padded."""
         return len(set(self.lengths)) == 1
 
+    @property
+    def independent(self) -> float:
+        """The number of clusters for Student's t, by their tokens (`uncertainty.independent`)."""
+        tokens: Counter[int] = Counter()
+        for cluster, length in zip(self.clusters or range(len(self)), self.lengths or repeat(1), strict=False):
+            tokens[cluster] += max(1, length)
+        return independent([*tokens.values()])
+
     def describe(self) -> dict[str, Any]:
         """The entry `data` of `results.json`."""
         return {
@@ -256,6 +267,7 @@ class Sequences:
             "num_classes": self.num_classes,
             "documents": self.documents or len(set(self.clusters)) or len(self),
             "clusters": len(set(self.clusters)) or len(self),
+            "independent": round(self.independent, 4),
             "unit": self.unit,
             "no_error": self.no_error,
         }

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
-from fulldepth.core.uncertainty import plural, quantile
+from fulldepth.core.uncertainty import FEW_CLUSTERS, plural, quantile
 from fulldepth.hf.surgery import skipped_in_place
 from fulldepth.measurement.headline import Clusters
 from fulldepth.measurement.lens_reader import MOST_POSITIONS, PASSES, lens_limit
@@ -18,8 +18,6 @@ from fulldepth.metrics.base import NO_FIRST
 from fulldepth.settings.measure import LINEAR_LENS, PLAIN_LENS, MeasureSettings
 from fulldepth.subject import Subject
 
-FEW_CLUSTERS = 8
-"""Clusters below which a warning states the width of the 95 % interval by Student's t."""
 RESERVOIR = {
     "cosine": "centred cosine",
     "nc1": "NC1",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import repeat
 
 import pandas as pd
 
 from fulldepth.core.number_format import plus_minus, rounded, to_decimals
 from fulldepth.core.thresholds import COPY, NOISE
-from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, independent, measurable, plural
+from fulldepth.core.uncertainty import FEWEST_CLUSTERS, measurable, plural, reach
 from fulldepth.data.batches import Sequences
 from fulldepth.metrics.jump_rate import describe_jump, growth, size_of_jump
 from fulldepth.metrics.layer_effect import OVER_LAYERS
@@ -40,12 +38,8 @@ class Clusters:
     @classmethod
     def of(cls, sequences: Sequences) -> Clusters:
         """Count the units of a data set."""
-        units = sequences.clusters or range(len(sequences))
-        tokens: Counter[int] = Counter()
-        for unit, length in zip(units, sequences.lengths or repeat(1), strict=False):
-            tokens[unit] += max(1, length)
-        counted = independent([*tokens.values()])
-        return cls(len(sequences), len(tokens), sequences.unit, sequences.no_error, counted)
+        number = len(set(sequences.clusters)) or len(sequences)
+        return cls(len(sequences), number, sequences.unit, sequences.no_error, sequences.independent)
 
     @property
     def no_standard_error(self) -> str | None:
@@ -87,7 +81,9 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
     findings = {}
     for back, name in enumerate(("zeta_L", "zeta_L-1", "zeta_L-2")):
         layer = num_layers - back
-        findings[name] = _jump(value("jump_rate", "value", layer), value("jump_rate", ERROR, layer), layer, back == 0)
+        findings[name] = _jump(
+            value("jump_rate", "value", layer), value("jump_rate", ERROR, layer), clusters.independent, layer, back == 0
+        )
     last, error = (value("displacement", name, num_layers) for name in ("mean", ERROR))
     middle = pd.Series(
         [value("displacement", "mean", layer) for layer in range(1, num_layers)], dtype="float64"
@@ -112,7 +108,7 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
     findings["median_saturation"] = step("saturation", "median", settled)
     findings["effective_depth"] = step("effective_depth", "relative_eps=0.05", enough)
     gain, error = (value("linear_lens_accuracy", prefix + EARLY_GAIN) for prefix in ("", ERROR_OF))
-    findings["linear_lens_gain"] = _linear_gain(gain, error, num_layers // 2)
+    findings["linear_lens_gain"] = _linear_gain(gain, error, clusters.independent, num_layers // 2)
     for part, removed in REMOVED_PARTS.items():
         suffix = "" if part == "layer" else f"_{part}"
         change_of_later = "the updates of later layers at later tokens change by {} of their length"
@@ -147,7 +143,7 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
     }
 
 
-def _linear_gain(gain: float, error: float, last: int) -> Finding:
+def _linear_gain(gain: float, error: float, clusters: float, last: int) -> Finding:
     """Finding on the accuracy of the linear lens in layers 1 to `last`, less that of the plain lens."""
     layers = f"1 to {last}" if last > 1 else "1"
     amount = f"{100 * gain:.1f} {plus_minus(100 * error)}".rstrip() + " %"
@@ -158,7 +154,7 @@ def _linear_gain(gain: float, error: float, last: int) -> Finding:
             f"Accuracy of the linear lens in early layers ({layers}), less that of the plain lens: {amount} (no "
             "standard error is known)."
         )
-    elif not measurable(gain, error)[0]:
+    elif not measurable(gain, error, clusters)[0]:
         sentence = f"No measurable difference between linear and plain lens in early layers ({layers}): {amount}."
     elif gain > 0:
         sentence = (
@@ -172,10 +168,10 @@ def _linear_gain(gain: float, error: float, last: int) -> Finding:
     return Finding(gain, "1", sentence, error)
 
 
-def _jump(value: float, error: float, layer: int, is_last: bool) -> Finding:
+def _jump(value: float, error: float, clusters: float, layer: int, is_last: bool) -> Finding:
     """Finding on the jump rate from a layer on, in per cent."""
-    noise = error if math.isfinite(error) else 0.0
-    if 0 < value <= SIGNIFICANT * noise:
+    noise = reach(clusters) * error if math.isfinite(error) else 0.0
+    if 0 < value <= noise:
         subject = "The last layer displaces no more" if is_last else f"From layer {layer} on, no layer displaces more"
         amount = f"(jump rate {value:.2g} {plus_minus(error)} %)"
         sentence = f"{subject} than the one before by any measurable amount {amount}."

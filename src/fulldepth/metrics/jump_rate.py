@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.core.thresholds import LARGE_JUMP
-from fulldepth.core.uncertainty import SIGNIFICANT, independent, quantile
+from fulldepth.core.uncertainty import independent, quantile
 from fulldepth.metrics.base import Estimated, Observation, Setup, angular
 from fulldepth.metrics.standard_errors import Estimate, EstimateArray, influence_of_ratio, standard_error
 
@@ -41,25 +41,30 @@ def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
     return float(100 * values.diff()[layer - 2 :].clamp(min=0).sum())
 
 
-def size_of_jump(value: float, error: float = 0.0) -> str:
-    """Return the verdict on a jump rate in per cent, rounded as printed. Within 2 standard errors there is none."""
-    if value > 0 and 0 < abs(value - LARGE_JUMP) <= SIGNIFICANT * error:
+def size_of_jump(value: float, noise: float = 0.0) -> str:
+    """Return the verdict on a jump rate in per cent, rounded as printed. Within the noise there is none.
+
+    Args:
+        value: the jump rate, %.
+        noise: largest difference that is not measurable, %: 2 standard errors, or `uncertainty.reach` of them.
+    """
+    if value > 0 and 0 < abs(value - LARGE_JUMP) <= noise:
         return f"not measurably above or below {LARGE_JUMP:g} %, from which a jump is large"
     return "a large jump" if round(value, 1) >= LARGE_JUMP else "no large jump" if value > 0 else "no jump"
 
 
-def growth(value: float, error: float = 0.0) -> str:
+def growth(value: float, noise: float = 0.0) -> str:
     """Describe a positive jump rate as a growth of the displacement, with the verdict on it."""
     amount = f"{value / 100:.3f}" if round(value, 1) > 0 else "less than 0.001"
     rate = f"{value:.1f} %" if round(value, 1) > 0 else "less than 0.1 %"
-    return f"{amount} (jump rate {rate}): {size_of_jump(value, error)}"
+    return f"{amount} (jump rate {rate}): {size_of_jump(value, noise)}"
 
 
-def describe_jump(value: float, error: float = 0.0) -> str:
+def describe_jump(value: float, noise: float = 0.0) -> str:
     """Describe zeta_L, in per cent, in a sentence; 0 = the last layer displaces at most as much as the one before."""
     if value <= 0:
         return "The last layer displaces no more than the one before: no jump."
-    return f"The last layer's displacement exceeds that of the one before by {growth(value, error)}."
+    return f"The last layer's displacement exceeds that of the one before by {growth(value, noise)}."
 
 
 class JumpRate(Estimated):

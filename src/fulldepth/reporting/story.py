@@ -62,6 +62,8 @@ class Facts:
 
     table: pd.DataFrame
     layers: int
+    independent: float = math.inf
+    """Number of clusters that the standard errors rest on, for Student's t."""
 
     def values(self, measure: str, *statistics: str, site: str = "residual") -> Values:
         """The values of the first statistic that the table has, by layer, at a site."""
@@ -115,7 +117,7 @@ class Facts:
         """Layers, among `layers` (None = all), whose mean displacement differs measurably from `value` with `error`."""
         compared = [layer for layer in self.displacement if layers is None or layer in layers]
         errors = [math.hypot(self.errors[layer], error) for layer in compared]
-        differs = measurable([self.displacement[layer] - value for layer in compared], errors)
+        differs = measurable([self.displacement[layer] - value for layer in compared], errors, self.independent)
         return [layer for layer, yes in zip(compared, differs, strict=True) if yes]
 
 
@@ -132,16 +134,25 @@ def paragraph(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     first = f"Displacement is clearly below {IDLE:g} ({degrees(IDLE):.0f} degrees) in {idle}."
     if not facts.errors:
         first = "Displacement has no standard error, so it is not concluded which layers do little."
-    findings = [_effect(facts), _linear(meta), _last(facts), _late(facts), _early(facts)]
+    findings = [_effect(facts), _linear(facts, meta), _last(facts), _late(facts), _early(facts)]
     return {"sentences": [first, *list(filter(None, findings))[:MOST]], "next": _next(meta, facts)}
+
+
+def independent_of(meta: Mapping[str, Any]) -> float:
+    """The number of clusters of a measurement's data for Student's t; infinite if its document states none."""
+    data = meta.get("data") or {}
+    return float(data.get("independent") or data.get("clusters") or math.inf)
 
 
 def by_stack(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Facts]:
     """Title of each stack -> its numbers; the title is "" if the model has a single stack."""
     if not meta.get("stacks"):
-        return {"": Facts(table, num_layers(table, meta.get("model")))}
+        return {"": Facts(table, num_layers(table, meta.get("model")), independent_of(meta))}
     tables = {str(stack["name"]): (rows_of_stack(table, str(stack["name"])), stack) for stack in meta["stacks"]}
-    return {name.capitalize(): Facts(rows, num_layers(rows, stack)) for name, (rows, stack) in tables.items()}
+    return {
+        name.capitalize(): Facts(rows, num_layers(rows, stack), independent_of(meta))
+        for name, (rows, stack) in tables.items()
+    }
 
 
 def measurement_story(source: PageSource) -> dict[str, Any] | None:
@@ -180,10 +191,10 @@ def _last(facts: Facts) -> str:
     else:
         sentence = f"The last layer’s displacement is {amount}, {'below' if ratio < 1 else 'above'} that of {middle}."
     jump, jump_error = (facts.values("jump_rate", name)[facts.layers] for name in ("value", "standard_error"))
-    if not (jump > 0 and measurable(jump, jump_error)[0]):
+    if not (jump > 0 and measurable(jump, jump_error, facts.independent)[0]):
         return sentence
     size = ": large" if jump > LARGE_JUMP else ": not large"
-    size *= bool(measurable(jump - LARGE_JUMP, jump_error)[0])
+    size *= bool(measurable(jump - LARGE_JUMP, jump_error, facts.independent)[0])
     return f"{sentence} Its jump rate is {jump:.1f} {plus_minus(jump_error)} %{size}."
 
 
@@ -198,13 +209,16 @@ def _effect(facts: Facts) -> str:
         for prefix in ("", "standard_error_of_")
     )
     layers = sorted(later)
-    differs = measurable([later[layer] - FEEDS for layer in layers], [later_error[layer] for layer in layers])
+    differs = measurable(
+        [later[layer] - FEEDS for layer in layers], [later_error[layer] for layer in layers], facts.independent
+    )
     clear = [layer for layer, yes in zip(layers, differs, strict=True) if yes]
     feeding = [layer for layer in clear if later[layer] > FEEDS]
     below = [layer for layer in clear if later[layer] < FEEDS]
     nearer = measurable(
         [now[layer] / 2 - future[layer] for layer in below],
         [math.hypot(now_error[layer] / 2, future_error[layer]) for layer in below],
+        facts.independent,
     )
     alone = [layer for layer, yes in zip(below, nearer, strict=True) if yes and now[layer] / 2 > future[layer]]
     part = facts.removed_part or "layer"
@@ -233,7 +247,7 @@ def _late(facts: Facts) -> str:
     layer = facts.layers - 2
     share = 1 - facts.settled[layer]
     error = facts.values("saturation", "standard_error_of_cumulative")[layer]
-    if layer < 1 or not (share > 0 and measurable(share, error)[0]):
+    if layer < 1 or not (share > 0 and measurable(share, error, facts.independent)[0]):
         return ""
     return f"{100 * share:.0f} {plus_minus(100 * error)} % of all predictions change in the last two layers."
 
@@ -244,16 +258,18 @@ def _early(facts: Facts) -> str:
     target, error = (0.95 * values[facts.layers] for values in (right, errors))
     depths = range(1, facts.layers)
     above = np.array([right[layer] - target for layer in depths])
-    enough = measurable(above, [math.hypot(errors[layer], error) for layer in depths]) & (above > 0)
+    noise = [math.hypot(errors[layer], error) for layer in depths]
+    enough = measurable(above, noise, facts.independent) & (above > 0)
     depth = int(enough.argmax()) + 1 if enough.any() else facts.layers
     return f"Layer {depth} already has 95 % of the last layer’s accuracy." if depth <= EARLY * facts.layers else ""
 
 
-def _linear(meta: Mapping[str, Any]) -> str:
+def _linear(facts: Facts, meta: Mapping[str, Any]) -> str:
     """The finding on what early layers know by a fixed map; empty if it was not measured, or is not measurable."""
     finding = (meta.get("headline") or {}).get("linear_lens_gain") or {}
     gain, error = (float(finding.get(name) or math.nan) for name in ("value", "standard_error"))
-    return short(finding.get("sentence") or "", 400) if gain > 0 and measurable(gain, error)[0] else ""
+    is_gain = gain > 0 and measurable(gain, error, facts.independent)[0]
+    return short(finding.get("sentence") or "", 400) if is_gain else ""
 
 
 def _predicts(facts: Facts, classes: int | None) -> bool:
@@ -266,7 +282,7 @@ def _predicts(facts: Facts, classes: int | None) -> bool:
     better = right[last] - (1 / classes if classes else 0.0)
     gain = loss[0] - loss[last]
     errors = [right_error[last], math.hypot(loss_error[0], loss_error[last])]
-    return better > 0 and gain > 0 and bool(measurable([better, gain], errors).all())
+    return better > 0 and gain > 0 and bool(measurable([better, gain], errors, facts.independent).all())
 
 
 def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:

@@ -124,6 +124,8 @@ class DataEntry(Entries):
     train_sequences: Whole | None = None
     validation_sequences: Whole | None = None
     clusters: Whole | None = None
+    independent: Ratio | None = None
+    """The number of clusters for Student's t, by their tokens."""
     heldout: SplitEntry | None = None
     train: SplitEntry | None = None
 
