@@ -15,6 +15,8 @@ from datasets import Dataset
 from pandas.testing import assert_frame_equal
 from safetensors.torch import load_file
 
+import tiny_models
+from fulldepth.architectures import SKIPPED
 from fulldepth.core.progress import Watcher
 from fulldepth.hf import find_checkpoints, is_sealed
 from fulldepth.results import Results
@@ -184,6 +186,19 @@ def test_weights_that_are_saved_under_other_names_are_resumed_too(recipe, tmp_pa
     train(chosen, tmp_path / "whole")
     again = interrupted(tmp_path / "whole", 4, tmp_path / "again")
     train(chosen, again, resume=True)
+    assert same(again, tmp_path / "whole", 4)
+
+
+def test_a_run_of_a_model_without_skipped_parts_is_resumed_to_the_same_bytes(recipe, sources, tmp_path):
+    """Its configuration marks layers without attention or MLP, and stock configurations refuse such marks."""
+    kind = SKIPPED["llama"]
+    torch.manual_seed(0)
+    shape = {**tiny_models.DECODER, "vocab_size": 400, "skipped_attention": [2], "skipped_mlp": [1]}
+    kind(kind.config_class(**shape)).save_pretrained(tmp_path / "fast")
+    path = recipe(model={"checkpoint": str(tmp_path / "fast")}, steps=4, eval_every=4, save_every=2)
+    train_by(path, tmp_path / "whole")
+    again = interrupted(tmp_path / "whole", 4, tmp_path / "again")
+    train_by(path, again, resume=True)
     assert same(again, tmp_path / "whole", 4)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pydantic
 from pydantic import JsonValue, NonNegativeInt
 from safetensors import safe_open
-from torch import nn
 
 from fulldepth.core.errors import FulldepthError, names_of
 from fulldepth.core.files import atomic, read_document, read_json, reading, sha256_of_file, temporary_name
+from fulldepth.hf.families import SKIPPED
 
 SEAL = "complete.json"
 """The file that is written last into a checkpoint: sizes and hashes of its files, and notes of the run."""
@@ -74,8 +74,14 @@ def has_weights(checkpoint: str | Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
-def is_renamed(model: nn.Module, checkpoint: str | Path) -> bool:
-    """Return True if a checkpoint's files lack the name of a weight, because transformers renames it when saving."""
+def needs_own_class(model: Any, checkpoint: str | Path) -> bool:
+    """Return True if only the model's class reads a checkpoint, and not the Trainer, which takes the files as they are.
+
+    That is the case for a class without skipped parts, whose `layer_types` the Trainer's general configuration refuses,
+    and if the files lack the name of a weight, because transformers renames it when saving.
+    """
+    if str(model.config.model_type).startswith(SKIPPED):
+        return True
     stored: set[str] = set()
     for path in Path(checkpoint).glob("*.safetensors"):
         with reading(path), safe_open(path, framework="pt") as file:

@@ -19,8 +19,8 @@ from fulldepth.hf import (
     first_broken_weight,
     has_exit_heads,
     has_weights,
-    is_renamed,
     load_checkpoint,
+    needs_own_class,
     restore_exit_heads,
     save_exit_heads,
 )
@@ -324,13 +324,13 @@ class ObjectiveMixin(AnyTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         """Load the Trainer's checkpoint and the exit heads of a multi-exit model.
 
-        Weights that transformers saves under other names (ViT, some experts), which the Trainer would not load, are
-        loaded too.
+        Checkpoints that the Trainer would not load, or not wholly, are loaded by the model's class: weights that
+        transformers saves under other names (ViT, some experts), and models without skipped parts.
         """
         folder = Path(resume_from_checkpoint)
         model = self.accelerator.unwrap_model(self.model)
         whole = not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and has_weights(folder)
-        if whole and is_renamed(model, folder):
+        if whole and needs_own_class(model, folder):
             load_weights(model, folder)
             return
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
