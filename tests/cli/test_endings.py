@@ -46,6 +46,7 @@ BUG = "Error: This is a bug in fulldepth: "
         (torch.OutOfMemoryError("CUDA out of memory."), "Out of memory"),
         (None, "Out of memory"),
         (PermissionError(13, "Permission denied", "/there"), "/there"),
+        (RuntimeError("basic_ios::clear: iostream error"), "The disk is full, or a file cannot be written"),
         (RuntimeError("size mismatch"), f"{BUG}RuntimeError: size mismatch"),
         (KeyError("x" * 9000), f"{BUG}KeyError: 'xxx"),
         (TypeError("two\nlines\x1b[31m"), f"{BUG}TypeError: two lines [31m"),

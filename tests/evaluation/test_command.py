@@ -10,6 +10,7 @@ import pytest
 from pandas.testing import assert_frame_equal
 from typer.testing import CliRunner
 
+import full_disk
 import tiny_models
 from evaluation import small_world
 from evaluation.test_layers import ours, stock
@@ -129,6 +130,19 @@ def test_a_killed_run_goes_on_without_repeating_passes(checkpoint, data, tmp_pat
     assert not passes
     with refused("other settings"):
         evaluate(checkpoint, TASKS, out, resume=True, **{**options, "limit": 5})
+
+
+@pytest.mark.parametrize(("written", "name"), [(0, "arc_easy_local.jsonl"), (1, "samples_arc_easy_local.jsonl")])
+def test_a_full_disk_is_named_and_the_evaluation_goes_on(written, name, checkpoint, data, tmp_path, monkeypatch):
+    """The files that are appended to: answers, examples, then the same of the next task."""
+    options = {"task_data": [data], "limit": 4, "bootstrap_iters": 10, "log_samples": True, "exit_layers": "full"}
+    with full_disk.appending(monkeypatch, after=written), refused(rf"Cannot write .*{name}: No space left"):
+        evaluate(checkpoint, TASKS, tmp_path / "out", **options)
+    resumed = evaluate(checkpoint, TASKS, tmp_path / "out", resume=True, **options)
+    whole = evaluate(checkpoint, TASKS, tmp_path / "whole", **options)
+    assert_frame_equal(resumed.table, whole.table)
+    logs = [sorted((tmp_path / run).glob("samples_*")) for run in ("out", "whole")]
+    assert [path.read_text() for path in logs[0]] == [path.read_text() for path in logs[1]]
 
 
 EDITS = {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import full_disk
 from data.conftest import jsonl
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
@@ -151,14 +152,26 @@ def test_rows_do_not_depend_on_the_batch_and_go_on_after_a_kill(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         with_own_text("own", subject(CHAT), settings(7, batch_size=2), halves, Watcher(advance=kill))
     assert 0 < (done := len(rows_in(halves))) < 7
-    with (halves / FILE).open("a") as file:
-        file.write('{"number": 2, "prompt": [{"role": "us')  # a line that was being written
+    with (halves / FILE).open("ab") as file:
+        file.write(
+            '{"number": 2, "prompt": [{"content": "caf\u00e9'.encode()[:-1]
+        )  # half a character
     begun = []
     watcher = Watcher(begin=lambda title, total: begun.append(total))
     with_own_text("own", subject(CHAT), settings(7, batch_size=3), halves, watcher)
     assert (halves / FILE).read_text() == (whole / FILE).read_text()
     assert begun == [7 - done]
     with_own_text("own", subject(CHAT), settings(7), halves, Watcher(begin=lambda *_: pytest.fail("written again")))
+
+
+def test_a_full_disk_is_named_and_the_text_goes_on(tmp_path, monkeypatch):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    with_own_text("own", subject(CHAT), settings(7), whole, Watcher())
+    for batches in (0, 1):
+        with full_disk.appending(monkeypatch, after=batches), refused(r"Cannot write .*own\.jsonl: No space left"):
+            with_own_text("own", subject(CHAT), settings(7), halves, Watcher())
+    with_own_text("own", subject(CHAT), settings(7), halves, Watcher())
+    assert (halves / FILE).read_text() == (whole / FILE).read_text()
 
 
 @pytest.mark.parametrize("moment", ["before the first row", "inside a row", "before the notes"])
@@ -191,7 +204,7 @@ def test_a_call_that_ended_in_its_first_batch_leaves_nothing_that_is_refused(mom
         (lambda folder: (folder / NOTES).unlink(), "is not a file of this model's own text"),
         (lambda folder: (folder / FILE).unlink(), "is missing"),
         (lambda folder: (folder / FILE).write_text("{}\n"), "has changed"),
-        (lambda folder: (folder / FILE).write_bytes(b"\xff\xfe"), "Cannot read"),
+        (lambda folder: (folder / FILE).write_bytes(b"\xff\xfe"), "has changed"),
         (lambda folder: (folder / NOTES).write_text("{"), "Cannot read"),
         (lambda folder: (folder / NOTES).write_text("[1]"), "own.json"),
     ],

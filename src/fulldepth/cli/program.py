@@ -20,7 +20,7 @@ import typer
 from typer.exceptions import TyperException
 
 from fulldepth.core import console, launch
-from fulldepth.core.errors import FulldepthError, StoppedError, brief, is_out_of_memory, one_line
+from fulldepth.core.errors import FulldepthError, StoppedError, brief, is_disk_full, is_out_of_memory, one_line
 
 
 class Program(typer.core.TyperGroup):
@@ -211,6 +211,8 @@ def _message(error: BaseException) -> str:
         return str(error)
     if isinstance(error, MemoryError | RuntimeError) and is_out_of_memory(error):
         return f"Out of memory. {_less_memory()}"
+    if is_disk_full(error) and not isinstance(error, OSError):
+        return f"The disk is full, or a file cannot be written ({one_line(error, 200)})."
     if isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # raised by pathlib before Python 3.13
         return f"{one_line(error, 800)}: the link leads to itself."
     if isinstance(error, OSError):

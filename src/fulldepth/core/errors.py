@@ -14,6 +14,8 @@ MOST_NAMES = 100
 MOST_CHARACTERS = 600
 """Maximum length of a list of names in an error, in characters."""
 
+FULL_DISK = ("No space left", "Disk quota exceeded", "iostream error", "unexpected pos", "PytorchStreamWriter failed")
+"""Parts of messages of libraries when a disk is full; `torch.save` (the last three) does not state the reason."""
 MORE = 40
 """Characters reserved for the note on omitted lines."""
 
@@ -103,8 +105,9 @@ def brief(message: str, most: int = 950) -> str:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return True if an error of the system, or of a library that wraps it, means that the disk is full."""
-    return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+    """Return True if an error of the system, or of a library that wraps it, means that the disk or a quota is full."""
+    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    return is_full or any(phrase in str(error) for phrase in FULL_DISK)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

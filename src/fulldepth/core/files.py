@@ -171,6 +171,19 @@ def write_text(target: Path, text: str) -> Path:
     return target
 
 
+def append_text(target: Path, text: str) -> None:
+    """Append to a file, which is created if absent.
+
+    Raises:
+        FulldepthError: if it cannot be written; a part of the text may have been.
+    """
+    try:
+        with target.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise FulldepthError(f"Cannot write {target}: {error.strerror or error}.") from error
+
+
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; refuses duplicate keys (`json` would silently keep the last one)."""
     result = dict(pairs)

@@ -82,7 +82,8 @@ class Answers(dict[str, Any]):
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what could not be written is an error of `put`
+                self._file.close()
 
     def put(self, answers: Mapping[str, Any]) -> None:
         """Add answers, and write them.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.core.files import sha256_of
+from fulldepth.core.files import append_text, sha256_of
 from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import advisable, counted, deal, identity, ratio_error, ratio_influence
 from fulldepth.data.conversations import reasoning_mark
@@ -241,11 +241,7 @@ def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) 
             }
             logged = entry | {"exit_layer": layer, "arguments": arguments, "target": str(entry["target"])}
             lines.append(json.dumps(logged, default=plain, ensure_ascii=False) + "\n")
-        try:
-            with (folder / SAMPLES.format(_file_name(task))).open("a", encoding="utf-8") as file:
-                file.writelines(lines)
-        except OSError as error:
-            raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
+        append_text(folder / SAMPLES.format(_file_name(task)), "".join(lines))
 
 
 def _layers_of(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import JsonValue, NonNegativeInt
 
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.core.files import read_document, reading, sha256_of, write_text
+from fulldepth.core.files import append_text, read_document, reading, sha256_of, write_text
 from fulldepth.core.progress import Watcher
 from fulldepth.data.columns import CUT_OFF, END
 from fulldepth.data.conversations import document_start, encode_pair, encode_prompt, user_turn
@@ -193,8 +193,7 @@ class OwnText:
             numbers = range(notes.next, notes.next + min(self.batch_size, self.rows - notes.rows))
             written, tokens = self._rows_of(numbers)
             new = [json.dumps(row, ensure_ascii=False) + "\n" for row in written]
-            with reading(path), path.open("a", encoding="utf-8") as file:
-                file.writelines(new)
+            append_text(path, "".join(new))
             lines += new
             digest = sha256_of("".join(lines))
             notes = OwnTextNotes(asked=asked, rows=len(lines), next=numbers.stop, sha256=digest)
@@ -307,11 +306,11 @@ def _read_so_far(folder: Path, asked: dict[str, JsonValue]) -> tuple[OwnTextNote
         return OwnTextNotes(asked=asked), []
     if wrong := differences(notes.asked, asked):
         raise FulldepthError(f"{folder} holds other text of a model's own: {wrong}. {again}")
-    lines: list[str] = []
+    lines: list[bytes] = []
     if path.exists():
-        with reading(path), path.open(encoding="utf-8", newline="") as opened:
-            lines = opened.readlines()[: notes.rows]  # a killed call may have left more
-    if sha256_of("".join(lines)) != notes.sha256:
+        with reading(path), path.open("rb") as opened:
+            lines = opened.readlines()[: notes.rows]  # a killed call may have left more, and half of a character
+    if sha256_of(b"".join(lines)) != notes.sha256:
         state = "has changed since it was written" if path.exists() else "is missing"
         raise FulldepthError(f"{path} {state}. {again}")
-    return notes, lines
+    return notes, [line.decode() for line in lines]
