@@ -153,9 +153,7 @@ def test_rows_do_not_depend_on_the_batch_and_go_on_after_a_kill(tmp_path):
         with_own_text("own", subject(CHAT), settings(7, batch_size=2), halves, Watcher(advance=kill))
     assert 0 < (done := len(rows_in(halves))) < 7
     with (halves / FILE).open("ab") as file:
-        file.write(
-            '{"number": 2, "prompt": [{"content": "caf\u00e9'.encode()[:-1]
-        )  # half a character
+        file.write('{"number": 2, "prompt": [{"content": "caf\u00e9'.encode()[:-1])  # half a character
     begun = []
     watcher = Watcher(begin=lambda title, total: begun.append(total))
     with_own_text("own", subject(CHAT), settings(7, batch_size=3), halves, watcher)
