@@ -129,8 +129,8 @@ def test_holm_by_hand():
 
 @pytest.mark.parametrize("clusters", [3, 4, 7])
 def test_few_clusters_seldom_measure_a_difference_that_is_none(clusters):
-    """Thirty layers without any difference: a sentence that finds one is wrong. By the normal distribution, 94 % of them
-    would be from three clusters, and 45 % from seven.
+    """Thirty layers without any difference: a sentence that finds one is wrong. By the normal distribution, 94 % of
+    them would be from three clusters, and 45 % from seven.
     """
     samples = np.random.default_rng(clusters).normal(size=(1000, 30, clusters))
     means = samples.mean(-1)
