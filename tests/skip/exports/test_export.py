@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import tiny_models
+from families import zoo
 from fulldepth import exit
 from fulldepth.architectures import TESTED_TRANSFORMERS
 from fulldepth.execution import find_anatomy, readers
@@ -310,14 +311,14 @@ NEGATIVE = planned.scalars([2]) | {"1": dict.fromkeys(planned.NAMES, -0.1)}
     [
         ("llama", "folded", "attention", [2], {}, "exists", "there"),
         ("llama", "fats", "attention", [2], {}, "fast", "out"),
-        ("llama", "decilm", "layer", [2], {}, "Use --format folded or fast or layer or gguf", "out"),
+        ("llama", "decilm", "layer", [2], {}, "Use --format folded or fast or layer.$", "out"),
         ("llama", "layer", "layer", [1, 2, 3], {}, "3 layers", "out"),
         ("llama", "folded", "attention", [2], {}, "Cannot write", "file/out"),
         ("llama", "fast", "attention", [2], {"seed": 3}, "another LlamaForCausalLM", "deep/out"),
         ("llama", "fast", "attention", [2], {"values": NEGATIVE}, "s_att of layer 1", "deep/out"),
         ("llama", "fast", "attention", [2], {"tokenizer": "/no/such/folder"}, "/no/such/folder", "out"),
         ("gpt2", "layer", "layer", [1], {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse", "out"),
-        ("mistral", "decilm", "attention", [2], {}, "mistral", "out"),
+        ("mistral", "decilm", "attention", [2], {}, "mistral. Use --format folded or fast.$", "out"),
         ("llama", "decilm", "attention", [2], {"head_dim": 16}, "head_dim", "out"),
         ("qwen2", "decilm", "attention", [2], {"layer_types": ["sliding_attention"] * 3}, "sliding window", "out"),
         ("llama-classifier", "folded", "attention", [2], {}, "language model", "out"),
@@ -335,6 +336,16 @@ def test_what_cannot_be_is_refused(name, format, granularity, blocks, options, w
     with refused(words):
         export(plan, model, format, tmp_path / target, **named)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize("format", ["fast", "decilm"])
+def test_a_refusal_advises_only_formats_that_hold_the_model(format, tmp_path):
+    model = zoo.build("stablelm", "causal-lm")
+    plan = planned.plan(model, [2], "attention")
+    with refused(r"stablelm.* Use --format folded\.$"):
+        export(plan, model, format, tmp_path / "out")
+    export(plan, model, "folded", tmp_path / "out")
 
 
 def test_a_folder_that_appears_meanwhile_is_not_replaced_and_an_adapter_is_refused(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Export formats."""
 
+from contextlib import suppress
+
 from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, unknown
@@ -57,32 +59,53 @@ def check_format(model: PreTrainedModel, plan: Plan, format: Format, *, by_list:
             f"The format {format.name} cannot hold this {type(model).__name__}, which no stock class computes. Use "
             f"--format {' or '.join(keeping)}."
         )
+    stock = model if carries_code(model) else as_stock(model)
     if plan.kind not in format.granularities:
-        fitting = [name for name, other in FORMATS.items() if plan.kind in other.granularities]
         raise FulldepthError(
             f"The format {format.name} holds plans of granularity {' or '.join(format.granularities)}, this one skips "
-            f"by {plan.kind}. Use --format {' or '.join(fitting)}."
+            f"by {plan.kind}.{_advice(stock, plan)}"
         )
     anatomy = find_anatomy(model)
     if anatomy.task != "causal-lm":
         raise FulldepthError(f"Only language models can be exported; {type(model).__name__} is not one.")
     check_depth(anatomy)
-    stock = model if carries_code(model) else as_stock(model)
     if format.reader_of(stock) == "stock" and not type(stock).__module__.startswith("transformers."):
         raise FulldepthError(
             f"{type(model).__name__} is no class of transformers, which alone could read the format {format.name}: its "
             "code would be missing."
         )
-    format.check(stock, plan)
+    try:
+        format.check(stock, plan)
+    except FulldepthError as error:
+        if "--format" in str(error):
+            raise
+        raise FulldepthError(f"{error}{_advice(stock, plan)}") from error
     stock = as_text(stock) if format.text_only else stock
     anatomy = anatomy if stock is model else find_anatomy(stock)
     if not by_list and (reason := format.misread(anatomy, plan)) is not None:
-        other_formats = "" if obstacle_to_removing(anatomy) else "Use --format fast or folded. "
         raise FulldepthError(
-            f"{reason} {other_formats}`fulldepth skip apply --format {format.name} --by-list` writes it nevertheless, "
-            "for programs that read the configuration's lists."
+            f"{reason}{_advice(stock, plan, without=format.name)} `fulldepth skip apply --format {format.name} "
+            "--by-list` writes it nevertheless, for programs that read the configuration's lists."
         )
     return anatomy
+
+
+def _advice(model: PreTrainedModel, plan: Plan, without: str = "") -> str:
+    """A sentence on the formats that hold a plan of this model and are not misread, after a space; empty if none is.
+
+    Args:
+        model: of the class that exports are written from.
+        plan: of the model.
+        without: name of a format that is left out.
+    """
+    holding = []
+    for name, format in FORMATS.items():
+        if plan.kind in format.granularities and name != without and (format.keeps_class or not carries_code(model)):
+            with suppress(FulldepthError):
+                format.check(model, plan)
+                if format.misread(find_anatomy(model), plan) is None:
+                    holding.append(name)
+    return f" Use --format {' or '.join(holding)}." if holding else ""
 
 
 def export_obstacle(model: PreTrainedModel, granularity: str, *, fit: bool = False) -> str | None:

@@ -65,10 +65,7 @@ class DeciLM(Format):
         """
         config = model.config
         if config.model_type not in ("llama", "qwen2"):
-            raise FulldepthError(
-                f"The decilm layout holds llama and qwen2; this model is a {config.model_type}. Use --format fast or "
-                "folded."
-            )
+            raise FulldepthError(f"The decilm layout holds llama and qwen2; this model is a {config.model_type}.")
         rope = config.rope_parameters.get("rope_type", "default")
         reasons = {
             "its heads have a width of their own (head_dim)": getattr(config, "head_dim", None)
@@ -78,7 +75,7 @@ class DeciLM(Format):
             f"its rotary positions are of type {rope!r}": rope not in ("default", "linear", "llama3"),
         }
         if reason := first_reason(reasons):
-            raise FulldepthError(f"The decilm layout cannot hold this model: {reason}. Use --format fast or folded.")
+            raise FulldepthError(f"The decilm layout cannot hold this model: {reason}.")
 
     def write(self, draft: Draft) -> list[str]:
         """Write the checkpoint, its configuration with the published names, and modelling code for transformers."""
