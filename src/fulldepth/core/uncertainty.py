@@ -362,8 +362,8 @@ def share_interval(difference: float, error: float, groups: float, samples: int)
         groups: G, groups of clusters.
         samples: n.
     """
-    reach = quantile(groups) * float(np.hypot(error, 1 / samples))
-    return difference - reach, difference + reach
+    half_width = quantile(groups) * float(np.hypot(error, 1 / samples))
+    return difference - half_width, difference + half_width
 
 
 class Ratio(NamedTuple):
