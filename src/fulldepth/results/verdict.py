@@ -206,7 +206,9 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
         difference = float(row["value"] - base_row["value"])
         error = float(row["error_at_last"]) or math.nan  # an error of 0 says nothing of other data
         interval = intervals.get((name, model["label"]))
-        clusters = float(row["count"]) if name in scores else _independent(model, baseline)
+        clusters = _independent(model, baseline)
+        if name in scores and pd.notna(row["count"]):  # of examples; the score of a group of tasks has none
+            clusters = float(row["count"])
         spread = reach(clusters) * error
         low, high = (interval.low, interval.high) if interval else (difference - spread, difference + spread)
         change = rounded(difference, "+.3g")
