@@ -74,6 +74,10 @@ BAD = [
     ([{"messages": "hello"}], "'messages' is of type str, expected a list"),
     ([{"messages": [{"role": "assitant", "content": "a"}]}], "message 1 'assitant'. Did you mean 'assistant'"),
     ([{"messages": [{"role": "user"}]}], "message 1 has no 'content'"),
+    *(
+        ([{"messages": [{"role": "assistant", "content": "a", key: [{"name": "f"}]}]}], f"message 1 has '{key}'")
+        for key in ("tool_calls", "function_call")
+    ),
 ]
 
 

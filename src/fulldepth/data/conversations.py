@@ -35,6 +35,8 @@ ROLES = {role: role for role in ("system", "developer", "user", "assistant", "to
     "model": "assistant",
 }
 """Role in the data -> role in chat templates."""
+CALLS = ("tool_calls", "function_call")
+"""Entries of a message that chat templates write beside its content."""
 EXPECTED = " or ".join([*CHAT_COLUMNS, *(" + ".join(pair) for pair in PROMPT_COLUMNS)])
 PROBE = "fulldepth-response"
 """A response that no chat template rewrites."""
@@ -216,6 +218,11 @@ def _messages(row: Mapping[str, Any], where: str, column: str) -> list[Message]:
         role, content = (text_value(message[key], f"{place}, {key!r}") for key in keys)
         if role not in ROLES:
             raise unknown(f"role of {place}", role, ROLES)
+        if calls := [key for key in CALLS if message.get(key)]:
+            raise FulldepthError(
+                f"{place} has {calls[0]!r}, but only role and content are read, so the call would be missing. Write it "
+                "into the content as the model's template does, or leave the row out."
+            )
         messages.append({"role": ROLES[role], "content": content})
     return messages
 
