@@ -361,6 +361,12 @@ def _read_object(path: Path, most: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
     document = read_json(path, most=most, allow_constants=True)
     if not isinstance(document, dict):
         raise FulldepthError(f"Cannot read {path}: expected a JSON object, got a {type(document).__name__}.")
+    with reading(path), path.open("rb") as file:
+        start = file.read(4)
+    if b"\0" in start or not start.isascii():  # Python reads them; transformers fails, or takes the file for absent
+        raise FulldepthError(
+            f"Cannot read {path}: it begins with a byte-order mark, or is in UTF-16. Save it as UTF-8 without a mark."
+        )
     return document
 
 
