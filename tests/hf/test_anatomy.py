@@ -10,7 +10,8 @@ from torch import nn
 import tiny_models
 from families import zoo
 from fulldepth.execution import verify
-from fulldepth.hf import anatomy_candidates, first_broken_weight
+from fulldepth.hf import anatomy_candidates, first_broken_weight, load_checkpoint
+from json_files import change_json
 from refusals import refused
 
 EXPECTED = {
@@ -167,3 +168,11 @@ def test_a_model_without_layers_is_refused():
     )
     with refused("This LlamaForCausalLM has no layers: layers is empty"):
         anatomy_candidates(tf.LlamaForCausalLM(config))
+
+
+def test_a_class_of_another_model_type_is_refused_by_both_names(tmp_path):
+    """`architectures` chooses the class, which says nothing of the parts that `model_type` has."""
+    tiny_models.build("llama").save_pretrained(tmp_path)
+    change_json(tmp_path / "config.json", model_type="gpt2")
+    with refused("LlamaForCausalLM is not built as models of type gpt2 are", "config.json"):
+        anatomy_candidates(load_checkpoint(tmp_path).model)

@@ -106,9 +106,14 @@ BROKEN = [
     *((text(CONFIG, content), CONFIG) for content in (b"[1]", b"[" * 100_000, b'{"a": 1, "a": 2}')),
     (text("generation_config.json", b'{"a": 1, "a": 2}'), "generation_config.json"),
     (text("generation_config.json", b'{"bos_token_id": "fifo"}'), "bos_token_id"),
+    *(  # transformers loads the model without the entries of such a file
+        (text("generation_config.json", '{"eos_token_id": [2, 3]}'.encode(coding)), "generation_config.json")
+        for coding in ("utf-8-sig", "utf-16", "utf-32-le")
+    ),
     *((entries(CONFIG, architectures=names), "architectures") for names in (None, [3])),
     *((entries(CONFIG, architectures=[name]), name) for name in ("LlamaForTeleportation", "logging")),
     (entries(CONFIG, model_type="teleporter"), "teleporter"),
+    (entries(CONFIG, hidden_act="glow"), "names what transformers does not know: 'glow'"),
     (entries(CONFIG, model_type=None), "model_type"),
     (entries(CONFIG, **FOREIGN), "--trust-remote-code"),
     (entries(CONFIG, attn_implementation="someone/kernel"), "someone/kernel"),

@@ -153,6 +153,8 @@ def test_folders_in_and_a_folder_out(tmp_path):
     assert set(again.table.columns) == {*a.table.columns, "model", "difference", "difference_error"}
     with refused(r"out is a comparison already"):
         compare([tmp_path / "out", folders[0]])
+    with refused(r"The result cannot be compared: it does not state the number of layers \(model.num_layers\)"):
+        compare([a, measurement(2, displacements([0.1, 0.2]), model={"name": "toy"})])
 
 
 def test_a_layer_counts_where_its_difference_is_larger_than_its_noise():

@@ -236,7 +236,7 @@ def test_rows_that_healed_a_model_are_left_out_and_another_tokenizer_is_refused(
     words = (fast / "tokenizer.json").read_text()
     (fast / "tokenizer.json").write_text(words.replace('"w7"', '"x"').replace('"w8"', '"w7"').replace('"x"', '"w8"'))
     file = jsonl(tmp_path / "data.jsonl", *({"text": " ".join(["w7", "w3"] * 9)} for _ in range(4)))
-    with refused("fast has another tokenizer"):
+    with refused("fast has another tokenizer: it .* other ids than the given tokenizer. Give that of the exports"):
         bench(folders / "original", [fast], heldout=str(file), tokenizer=tokenizer(), **SMALL)
 
 

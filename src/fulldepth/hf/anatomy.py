@@ -400,7 +400,14 @@ def anatomy_candidates(
         else Anatomy(model, row)
         for row in present
     ]
-    if all(map(_is_empty, candidates)):
+    depths = [_depth(candidate) for candidate in candidates]
+    if all(depth is None for depth in depths):
+        raise FulldepthError(
+            f"{type(model).__name__} is not built as models of type {model.config.model_type} are: it has no "
+            f"{candidates[0].family.blocks}. Correct model_type or architectures in its config.json, or describe the "
+            "anatomy in the settings (anatomy.blocks=PATH)."
+        )
+    if not any(depths):
         raise FulldepthError(
             f"This {type(model).__name__} has no layers: {candidates[0].family.blocks} is empty. Its configuration has "
             "to state at least one."
@@ -408,11 +415,12 @@ def anatomy_candidates(
     return candidates
 
 
-def _is_empty(anatomy: Anatomy) -> bool:
-    """Return True if the list of blocks is there and holds none."""
-    with suppress(AttributeError):
-        return not len(anatomy.block_list)
-    return False
+def _depth(anatomy: Anatomy) -> int | None:
+    """Return the number of blocks in the model's list; None if the list is not in its place."""
+    try:
+        return len(anatomy.block_list)
+    except AttributeError:
+        return None
 
 
 def _located(model: PreTrainedModel, row: Family) -> Family | None:

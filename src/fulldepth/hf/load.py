@@ -389,6 +389,8 @@ def _plain_errors(where: str, kind: str = "a model") -> Iterator[None]:
         if "trust_remote_code" in str(error):
             raise FulldepthError(f"{where} carries its own code, which needs --trust-remote-code.") from error
         reason = one_line(error) or type(error).__name__
+        if isinstance(error, KeyError):  # its text is the name alone
+            reason = f"an entry of its files is missing, or names what transformers does not know: {reason}"
         if computed := re.match(r"property '(\w+)' of '\w+' object has no setter", reason):
             reason = (
                 f"its configuration has the entry {computed[1]}, which transformers computes and no model reads. "

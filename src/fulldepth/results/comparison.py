@@ -288,9 +288,11 @@ def _readable(item: Results | str | Path) -> Results:
     layers = (results.meta.get("model") or {}).get("num_layers")
     kind = results.meta.get("kind")
     called = [kind_of_results.called for kind_of_results in KINDS.values() if kind_of_results.called]
-    if kind not in KINDS or not KINDS[kind].called or not isinstance(layers, int):
+    if kind not in KINDS or not KINDS[kind].called:
         expected = ", ".join(called)
         raise FulldepthError(f"{where} cannot be compared: its kind is {kind!r}; expected {expected}.")
+    if not isinstance(layers, int):
+        raise FulldepthError(f"{where} cannot be compared: it does not state the number of layers (model.num_layers).")
     if stacks := [str(stack["name"]) for stack in results.meta.get("stacks") or []]:
         raise FulldepthError(
             f"{where} cannot be compared: it measures {len(stacks)} stacks of layers ({', '.join(stacks)}). "

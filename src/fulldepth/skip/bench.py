@@ -167,7 +167,9 @@ def bench_calls(
         examples = None
         if data is not None or heldout is not None:
             examples = _unseen(entries, read_data(subject, data, settings, heldout=heldout))
-            _check_tokenizers(entries, examples, tokenizer if isinstance(data, Examples) else subject.tokenizer)
+            reading_tokenizer = tokenizer if isinstance(data, Examples) else subject.tokenizer
+            is_given = tokenizer is not None or settings.tokenizer is not None
+            _check_tokenizers(entries, examples, reading_tokenizer, is_given=is_given)
         positions = max(settings.contexts) + settings.max_new_tokens + 1
         positions = max([positions, *map(len, examples.heldout if examples else ())])
         models = {entry.label: entry.model for entry in entries}
@@ -320,8 +322,17 @@ def _unseen(entries: Sequence[BenchedModel], examples: Examples) -> Examples:
     return Examples(examples.train, unseen, {**examples.meta, "warnings": warnings})
 
 
-def _check_tokenizers(entries: Sequence[BenchedModel], examples: Examples, tokenizer: Any) -> None:
-    """Refuse a model whose own tokenizer gives the first held-out texts other ids than the original's."""
+def _check_tokenizers(entries: Sequence[BenchedModel], examples: Examples, tokenizer: Any, *, is_given: bool) -> None:
+    """Refuse a model whose own tokenizer gives the first held-out texts other ids than the one that read them.
+
+    Args:
+        entries: the original, and the models that are compared with it.
+        examples: the held-out texts.
+        tokenizer: that read them.
+        is_given: whether it was named, and may be another than the original's own.
+    """
+    reader = "the given tokenizer" if is_given else f"that of {entries[0].label}"
+    advice = "Give that of the exports, or leave it out (--tokenizer)." if is_given else "Not the same model."
     texts = [] if tokenizer is None else [tokenizer.decode(row.input_ids) for row in examples.heldout[:TEXTS]]
     for entry in entries[1:]:
         if isinstance(entry.model, LlamaCpp):  # compared by tokens
@@ -332,8 +343,7 @@ def _check_tokenizers(entries: Sequence[BenchedModel], examples: Examples, token
             continue
         if any(plain_ids(tokenizer_of_export, text) != plain_ids(tokenizer, text) for text in texts):
             raise FulldepthError(
-                f"{entry.label} has another tokenizer than {entries[0].label}: held-out text gets other ids. Not the "
-                "same model."
+                f"{entry.label} has another tokenizer: it gives held-out text other ids than {reader}. {advice}"
             )
 
 
