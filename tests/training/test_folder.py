@@ -16,7 +16,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.hf import is_sealed, notes_of, seal
 from fulldepth.results import Results
-from fulldepth.training.folder import dump, open_run
+from fulldepth.training.folder import dump, export_run, open_run
 from hostile import damaged_bytes, damaged_json
 from json_files import change_json
 from refusals import refused
@@ -134,6 +134,42 @@ def test_a_changed_file_is_refused(stopped, name):
     file.write_bytes(changed)
     assert is_sealed(run / "checkpoint-2")
     with refused(r"Cannot read .*Remove .*checkpoint-2 to go on"):
+        train_by(path, run, resume=True)
+    if name != "complete.json":  # an export does not need the notes
+        with refused(f"{name}: it has changed since .*Restore the file, or export another checkpoint"):
+            export_run(run, run / "export")
+        assert not (run / "export").exists()
+
+
+def test_a_seal_whose_hashes_are_of_other_files_does_not_count(stopped):
+    """No file outside of the checkpoint is read, which may be a device without an end."""
+    run, _ = stopped
+    for hashes in ({"/dev/zero": "0" * 64}, {"model.safetensors": "0" * 64}):
+        change_json(run / "checkpoint-2" / "complete.json", hashes=hashes)
+        assert not is_sealed(run / "checkpoint-2")
+        with refused("Cannot read .*complete.json: .*hashes and files name different files"):
+            notes_of(run / "checkpoint-2")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "optimizer.pt").unlink(), "lacks optimizer.pt"),
+        (lambda folder: (folder / "scheduler.pt").unlink(), "lacks scheduler.pt"),
+        (
+            lambda folder: (folder / "trainer_state.json").write_text("{"),
+            "trainer_state.json does not state the step 2",
+        ),
+        (lambda folder: change_json(folder / "trainer_state.json", global_step=1), "does not state the step 2"),
+    ],
+)
+def test_a_run_goes_on_only_from_a_whole_state(stopped, change, message):
+    """Also where the seal says nothing of the file, as in a seal that was edited."""
+    run, path = stopped
+    notes = notes_of(run / "checkpoint-2")
+    change(run / "checkpoint-2")
+    seal(run / "checkpoint-2", notes)
+    with refused(f"{message}. Remove .*checkpoint-2 to go on"):
         train_by(path, run, resume=True)
 
 

@@ -33,6 +33,12 @@ class SealDocument(pydantic.BaseModel):
     """Path -> SHA-256; absent in older runs."""
     notes: dict[str, JsonValue]
 
+    @pydantic.model_validator(mode="after")
+    def _hashes_are_of_the_files(self) -> SealDocument:
+        if self.hashes and self.hashes.keys() != self.files.keys():  # any other path may lead to a pipe or a device
+            raise ValueError("hashes and files name different files")
+        return self
+
 
 def find_checkpoints(run: str | Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of every complete `checkpoint-N` in a run's folder, by step; empty for a single checkpoint.

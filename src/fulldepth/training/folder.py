@@ -13,6 +13,7 @@ import torch
 import yaml
 from pydantic import Field, FiniteFloat, NonNegativeInt
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from fulldepth.core.distributed import current
 from fulldepth.core.errors import FulldepthError, StoppedError, is_disk_full, one_line
@@ -39,6 +40,7 @@ from fulldepth.hf import (
     sealed_checkpoints,
     settle_checkpoints,
     silent,
+    trained_steps,
 )
 from fulldepth.hf.checkpoint_folder import (
     check_disk_space,
@@ -343,10 +345,17 @@ def resume_notes(checkpoint: Path) -> RunNotes:
     """Read the notes of a sealed checkpoint.
 
     Raises:
-        FulldepthError: if they cannot be read, or a file of the checkpoint has changed since it was written.
+        FulldepthError: if they cannot be read, a file of the checkpoint has changed since it was written, or the seal
+            does not cover what a run needs to go on. Without the optimiser's state the Trainer would begin a new one.
     """
     try:
-        return validated(checkpoint / SEAL, notes_of(checkpoint), RunNotes)
+        notes = validated(checkpoint / SEAL, notes_of(checkpoint), RunNotes)
+        for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
+            if not (checkpoint / name).is_file():
+                raise FulldepthError(f"{checkpoint} lacks {name}.")
+        if trained_steps(checkpoint) != (step := step_of(checkpoint)):
+            raise FulldepthError(f"{checkpoint / TRAINER_STATE_NAME} does not state the step {step}.")
+        return notes
     except FulldepthError as error:
         raise FulldepthError(f"{error} Remove {checkpoint} to go on from the checkpoint before it.") from error
 
@@ -394,6 +403,10 @@ def export_run(
         raise FulldepthError(f"{run} has no complete checkpoint-{step}; the last ones are of steps {steps}.")
     check_output_path(target)
     checkpoint = checkpoints[max(checkpoints) if step is None else step]
+    try:
+        notes_of(checkpoint)
+    except FulldepthError as error:
+        raise FulldepthError(f"{error} Restore the file, or export another checkpoint (--step).") from error
     if tokenizer := find_tokenizer(checkpoint):
         load_tokenizer(tokenizer)  # refuses damaged files, which would be copied
     if (checkpoint / "preprocessor_config.json").exists():
