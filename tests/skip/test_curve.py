@@ -14,6 +14,7 @@ from fulldepth.data.examples import read_examples
 from fulldepth.results import Results
 from fulldepth.skip.curve import FEWEST, LEVEL, _headline, curve, find_breakpoint
 from fulldepth.skip.plan import Plan
+from json_files import change_json
 from marks import thorough
 from refusals import refused
 from skip import plain
@@ -242,6 +243,15 @@ def test_all_blocks_in_another_order():
     assert found.plan.blocks == list(range(LAYERS, 0, -1))
     assert "too few held-out rows (2, where 5 are needed)" in found.results.headline["loss_added"]["sentence"]
     assert set(found.results.table.statistic) == {"mean"}
+
+
+def test_layers_that_the_configuration_leaves_out_are_no_secret(tmp_path):
+    """A Llama's layer has nine weights. Of three layers two are built, and everything computed is about those two."""
+    build("llama").save_pretrained(tmp_path)
+    change_json(tmp_path / "config.json", num_hidden_layers=LAYERS - 1)
+    found = curve(tmp_path, pairs(12), tokenizer=tokenizer(), search="last", granularity="layer")
+    assert found.plan.blocks == list(range(LAYERS - 1, 0, -1))
+    assert any("holds 9 weights that the model does not use" in line for line in found.results.meta["warnings"])
 
 
 def test_a_layer_counts_as_its_attention_and_its_mlp():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ def prepared(
 
 
 def read_data(subject: Subject, data: Any, settings: HeldoutSettings, *, heldout: Any = None) -> Examples:
-    """The examples of a search, a curve, a benchmark or a healing.
+    """The examples of a search, a curve, a benchmark or a healing; their warnings begin with those of the checkpoint.
 
     Args:
         subject: whose tokenizer and positions the data are read for.
@@ -175,7 +175,7 @@ def read_data(subject: Subject, data: Any, settings: HeldoutSettings, *, heldout
     """
     if isinstance(data, Examples):
         return data
-    return read_examples(
+    examples = read_examples(
         data,
         subject.tokenizer,
         subject.anatomy.max_positions,
@@ -186,6 +186,8 @@ def read_data(subject: Subject, data: Any, settings: HeldoutSettings, *, heldout
         vocab_size=subject.anatomy.vocab_size,
         chat=settings.chat,
     )
+    of_loading = subject.checkpoint.warnings  # such as weights that the model does not use; results state them here
+    return replace(examples, meta={**examples.meta, "warnings": [*of_loading, *examples.meta["warnings"]]})
 
 
 def stand_in(subject: Subject) -> Examples:
