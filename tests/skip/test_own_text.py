@@ -21,6 +21,7 @@ from fulldepth.settings.search import HeldoutSettings
 from fulldepth.skip import own_text, search
 from fulldepth.skip.own_text import FILE, NOTES, OwnText, with_own_text
 from fulldepth.skip.problem import stand_in
+from json_files import change_json
 from refusals import refused
 from skip.test_responses import decoder
 from skip.word_tokenizer import ASSISTANT, BOS, CHAT, EOS, TWO_WORDS, USER, tokenizer, words
@@ -204,6 +205,7 @@ def test_a_call_that_ended_in_its_first_batch_leaves_nothing_that_is_refused(mom
         (lambda folder: (folder / FILE).write_text("{}\n"), "has changed"),
         (lambda folder: (folder / FILE).write_bytes(b"\xff\xfe"), "has changed"),
         (lambda folder: (folder / NOTES).write_text("{"), "Cannot read"),
+        (lambda folder: change_json(folder / NOTES, rows=99), "has changed since it was written"),
         (lambda folder: (folder / NOTES).write_text("[1]"), "own.json"),
     ],
 )

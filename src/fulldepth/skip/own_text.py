@@ -310,7 +310,7 @@ def _read_so_far(folder: Path, asked: dict[str, JsonValue]) -> tuple[OwnTextNote
     if path.exists():
         with reading(path), path.open("rb") as opened:
             lines = opened.readlines()[: notes.rows]  # a killed call may have left more, and half of a character
-    if sha256_of(b"".join(lines)) != notes.sha256:
+    if len(lines) < notes.rows or sha256_of(b"".join(lines)) != notes.sha256:
         state = "has changed since it was written" if path.exists() else "is missing"
         raise FulldepthError(f"{path} {state}. {again}")
     return notes, [line.decode() for line in lines]
