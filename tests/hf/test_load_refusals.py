@@ -318,3 +318,15 @@ def test_a_folder_without_a_tokenizer_is_refused_by_what_is_missing(tmp_path):
     (tmp_path / "rows.jsonl").write_text("")
     with refused("holds no tokenizer; expected tokenizer.json"):
         load_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_may_begin_with_a_character_beyond_ascii(tmp_path):
+    """As those of byte-level tokenizers do; only a byte-order mark before it is refused."""
+    text = '{"\u0120a": 0, "\u0120b": 1, "[UNK]": 2}'
+    (tmp_path / "vocab.json").write_text(text, encoding="utf-8")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer", "unk_token": "[UNK]"})
+    assert load_tokenizer(tmp_path).get_vocab()["\u0120b"] == 1
+    (tmp_path / "vocab.json").write_text(text, encoding="utf-8-sig")
+    with refused("vocab.json: it begins with a byte-order mark"):
+        load_tokenizer(tmp_path)

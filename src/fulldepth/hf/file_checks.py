@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -363,7 +364,8 @@ def _read_object(path: Path, most: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
         raise FulldepthError(f"Cannot read {path}: expected a JSON object, got a {type(document).__name__}.")
     with reading(path), path.open("rb") as file:
         start = file.read(4)
-    if b"\0" in start or not start.isascii():  # Python reads them; transformers fails, or takes the file for absent
+    # Python decodes such a file; transformers fails, or takes it for absent
+    if start.startswith(codecs.BOM_UTF8) or b"\0" in start:
         raise FulldepthError(
             f"Cannot read {path}: it begins with a byte-order mark, or is in UTF-16. Save it as UTF-8 without a mark."
         )
