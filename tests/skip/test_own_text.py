@@ -44,6 +44,7 @@ def subject(template=None, name="llama"):
         model=model,
         tokenizer=tokenizer(template),
         identity={"model": "sha256:" + "a" * 64},
+        checkpoint=SimpleNamespace(warnings=[]),
         anatomy=SimpleNamespace(max_positions=64, vocab_size=None),
     )
 
