@@ -6,6 +6,7 @@ import json
 import re
 
 import numpy as np
+import pytest
 import scipy.stats
 from scipy.stats import rankdata
 
@@ -44,6 +45,17 @@ def test_the_table_of_predictors_is_that_of_the_stored_groups():
             error = np.std(found, ddof=1) / len(found) ** 0.5
             (row,) = [line for line in table.splitlines() if line.startswith(f"| {name} |")]
             assert row.split("|")[column + 1].strip() == f"{np.mean(found):+.2f} ± {error:.2f}", (model, name)
+
+
+def test_the_table_of_what_is_measurable_is_students():
+    table = (DOCS / "errors.md").read_text().split("## Measurable\n")[1].split("\n## ")[0]
+    names, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    groups = [int(name.split()[0]) for name in names[1:]]
+    risk = 2 * scipy.stats.norm.sf(2)
+    assert f"{risk:.2%}"[:-1] == "4.55"
+    for row, layers in zip(rows, (1, 30), strict=True):
+        stated = [float(cell) for cell in row[1:]]
+        assert stated == pytest.approx(scipy.stats.t.isf(risk / 2 / layers, np.array(groups) - 1), abs=0.005)
 
 
 def test_the_table_of_text_to_heal_on_is_that_of_the_stored_runs():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 import torch
 from numpy.testing import assert_allclose
 
@@ -351,7 +352,8 @@ def test_a_healing_opens_with_its_tasks_by_what_their_errors_carry():
         "Tasks against the original trained on the same tokens: clear −0.080 ± 0.020; no measurable difference in "
         "within and of ten.",
     ]
-    assert score_reach(0.02, 500) == pytest.approx(2 * (0.02**2 + 0.002**2) ** 0.5)
+    two_errors = scipy.stats.t.ppf(scipy.stats.norm.cdf(2), 499)
+    assert score_reach(0.02, 500) == pytest.approx(((two_errors * 0.02) ** 2 + 0.004**2) ** 0.5)
     (shown,) = task_change_tables(table, headline)
     assert shown.rows[0] == ["clear", "0.500", "0.620", "+0.120 ± 0.020", "0.700", "−0.080 ± 0.020", "500"]
     assert shown.rows[3] == ["unpaired", "0.500", "0.400", "−0.100", "–", "–", "500"]

@@ -225,16 +225,17 @@ def test_a_series_enters_with_its_last_step_which_is_paired(tmp_path):
 @pytest.mark.parametrize(
     ("mean", "error", "documents", "measurable"),
     [
-        (-0.0199, 0.01, 30, False),
-        (0.03, 0.01, 4, False),  # Student's t of three degrees: 3.18 errors
-        (0.04, 0.01, 4, True),
-        (0.0236, 0.01, 8, False),  # of seven degrees: 2.365 errors
-        (0.0237, 0.01, 8, True),
+        (-0.0199, 0.01, 10_000, False),
+        (-0.0201, 0.01, 10_000, True),
+        (0.0330, 0.01, 4, False),  # Student's t of three degrees: 3.307 errors
+        (0.0331, 0.01, 4, True),
+        (0.0242, 0.01, 8, False),  # of seven degrees: 2.429 errors
+        (0.0243, 0.01, 8, True),
         (0.0, 0.0, 30, False),
         (0.04, math.inf, 2, False),
     ],
 )
-def test_the_verdict_is_gated_by_two_errors(mean, error, documents, measurable):
+def test_the_verdict_is_gated_by_errors_of_students_t(mean, error, documents, measurable):
     gap = Difference(mean, 0.0, error, 2 * documents, documents, 0.0)
     assert gap.measurable is measurable
     words = difference_in_words(gap, "original", "rows")

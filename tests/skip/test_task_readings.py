@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import scipy.stats
 
 from fulldepth.skip.tasks import TaskReading
 
@@ -26,5 +27,5 @@ def test_equal_scores_do_not_say_that_the_models_agree_everywhere():
 def test_a_difference_is_stated_beyond_two_errors(error, measurable):
     sentence = reading(0.5, 0.42, error, 1000).sentence
     assert ("difference -0.080 ± 0.020" in sentence) is measurable
-    reach = 2 * math.hypot(error, 0.001)
+    reach = math.hypot(scipy.stats.t.ppf(scipy.stats.norm.cdf(2), 999) * error, 2 * 0.001)
     assert (f"at most {0.08 + reach:.3f}" in sentence) is not measurable

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import reading
 from fulldepth.core.targets import IGNORE
-from fulldepth.core.uncertainty import independent
+from fulldepth.core.uncertainty import deal, independent
 from fulldepth.data.records import ImageRecord
 
 T = TypeVar("T")
@@ -249,11 +248,10 @@ class Sequences:
 
     @property
     def independent(self) -> float:
-        """The number of clusters for Student's t, by their tokens (`uncertainty.independent`)."""
-        tokens: Counter[int] = Counter()
-        for cluster, length in zip(self.clusters or range(len(self)), self.lengths or repeat(1), strict=False):
-            tokens[cluster] += max(1, length)
-        return independent([*tokens.values()])
+        """The number of groups of clusters for Student's t, by their tokens (`uncertainty.independent`)."""
+        clusters = self.clusters or range(len(self))
+        tokens = [max(1, length) for length in self.lengths] or [1] * len(self)
+        return independent(np.bincount(deal(clusters), tokens))
 
     def describe(self) -> dict[str, Any]:
         """The entry `data` of `results.json`."""

@@ -52,7 +52,7 @@ class TaskCurve(NamedTuple):
     @property
     def is_advised(self) -> bool:
         """True if the whole model is measurably better than a guess."""
-        return self.lead is not None and advisable(self.lead.value, self.lead.error)
+        return self.lead is not None and advisable(self.lead.value, self.lead.error, self.lead.groups)
 
     @property
     def by_estimate(self) -> int:

@@ -305,7 +305,8 @@ def _guesses(rows: Sequence[Mapping[str, Any]], choices: Mapping[int, float]) ->
     constant = np.array([frequent in right for right in answers], np.float64)
     uniform = np.array([1 / max(1, choices.get(row["doc_id"], 1)) for row in rows])
     more = constant - uniform
-    better = not choices or advisable(float(more.mean()), float(ratio_error(more, np.ones(len(more)))))
+    error = float(ratio_error(more, np.ones(len(more))))
+    better = not choices or advisable(float(more.mean()), error, len(more))
     return constant if better else uniform
 
 

@@ -178,7 +178,7 @@ def no_advice(subject: Subject, readings: Readings) -> str | None:
     """Why nothing is advised: the full model is not measurably better than a constant prediction; None if it is."""
     lead = readings.lead
     full = readings.full
-    if advisable(lead.value, lead.error):
+    if advisable(lead.value, lead.error, lead.groups):
         return None
     right = f"{100 * full.value:.1f} {plus_minus(100 * full.error, 1) if full.error else ''}".rstrip()
     what = ("answering", "class") if subject.anatomy.classifies else ("predicting", "token")

@@ -33,7 +33,7 @@ class Clusters:
     no_error: str | None = None
     """Reason of the data for stating no standard error."""
     independent: float = math.inf
-    """The number of units for Student's t, by their tokens (`uncertainty.independent`)."""
+    """The number of groups of units for Student's t, by their tokens (`uncertainty.independent`)."""
 
     @classmethod
     def of(cls, sequences: Sequences) -> Clusters:
@@ -143,7 +143,7 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
     }
 
 
-def _linear_gain(gain: float, error: float, clusters: float, last: int) -> Finding:
+def _linear_gain(gain: float, error: float, groups: float, last: int) -> Finding:
     """Finding on the accuracy of the linear lens in layers 1 to `last`, less that of the plain lens."""
     layers = f"1 to {last}" if last > 1 else "1"
     amount = f"{100 * gain:.1f} {plus_minus(100 * error)}".rstrip() + " %"
@@ -154,7 +154,7 @@ def _linear_gain(gain: float, error: float, clusters: float, last: int) -> Findi
             f"Accuracy of the linear lens in early layers ({layers}), less that of the plain lens: {amount} (no "
             "standard error is known)."
         )
-    elif not measurable(gain, error, clusters)[0]:
+    elif not measurable(gain, error, groups)[0]:
         sentence = f"No measurable difference between linear and plain lens in early layers ({layers}): {amount}."
     elif gain > 0:
         sentence = (
@@ -168,9 +168,9 @@ def _linear_gain(gain: float, error: float, clusters: float, last: int) -> Findi
     return Finding(gain, "1", sentence, error)
 
 
-def _jump(value: float, error: float, clusters: float, layer: int, is_last: bool) -> Finding:
+def _jump(value: float, error: float, groups: float, layer: int, is_last: bool) -> Finding:
     """Finding on the jump rate from a layer on, in per cent."""
-    noise = reach(clusters) * error if math.isfinite(error) else 0.0
+    noise = reach(groups) * error if math.isfinite(error) else 0.0
     if 0 < value <= noise:
         subject = "The last layer displaces no more" if is_last else f"From layer {layer} on, no layer displaces more"
         amount = f"(jump rate {value:.2g} {plus_minus(error)} %)"

@@ -46,7 +46,7 @@ def size_of_jump(value: float, noise: float = 0.0) -> str:
 
     Args:
         value: the jump rate, %.
-        noise: largest difference that is not measurable, %: 2 standard errors, or `uncertainty.reach` of them.
+        noise: largest difference that is not measurable, %: `uncertainty.reach` times the standard error.
     """
     if value > 0 and 0 < abs(value - LARGE_JUMP) <= noise:
         return f"not measurably above or below {LARGE_JUMP:g} %, from which a jump is large"

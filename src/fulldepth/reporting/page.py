@@ -274,7 +274,7 @@ def index(title: str, chapters: Sequence[Mapping[str, Any]]) -> str:
             `command` that made it.
     """
     measurement, *skip_sources = [PageSource(chapter["table"], chapter["meta"]) for chapter in chapters]
-    facts = story.Facts(measurement.table, measurement.layers, story.independent_of(measurement.meta))
+    facts = story.Facts.of(measurement.table, measurement.meta, measurement.meta.get("model"))
     folders = [part for source in skip_sources for part in skip.parts(source)]
     removed = [layer for removal in skip.removals(folders)[:1] for layer, _ in removal.places]
     strip = story.profile(facts, removed)

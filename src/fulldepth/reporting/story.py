@@ -1,7 +1,7 @@
 """The first screen of a measurement: which layers do little, what stands out, what to do next, and the strip of layers.
 
-A sentence is written only if the data support it: a statement on one number needs 2 standard errors, a statement on
-several layers Holm's correction.
+A sentence is written only if the data support it: its numbers are measurably beyond what it compares them with
+(`uncertainty.measurable`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pandas as pd
 from fulldepth.core.errors import enumerated
 from fulldepth.core.number_format import plus_minus, to_decimals
 from fulldepth.core.thresholds import FEEDS, IDLE, LARGE_JUMP, degrees
-from fulldepth.core.uncertainty import measurable
+from fulldepth.core.uncertainty import measurable, stated_groups
 from fulldepth.reporting.phrases import short
 from fulldepth.reporting.source import PageSource, curve_of, num_layers, rows_of_stack
 from fulldepth.reporting.style import SEQUENTIAL, layer_axis
@@ -63,7 +63,18 @@ class Facts:
     table: pd.DataFrame
     layers: int
     independent: float = math.inf
-    """Number of clusters that the standard errors rest on, for Student's t."""
+    """Number of groups of clusters that the standard errors rest on, for Student's t."""
+
+    @classmethod
+    def of(cls, table: pd.DataFrame, meta: Mapping[str, Any], model: Mapping[str, Any] | None) -> Facts:
+        """The numbers of a model, or of one stack of it.
+
+        Args:
+            table: its rows.
+            meta: the document of the measurement.
+            model: its entry in the document.
+        """
+        return cls(table, num_layers(table, model), stated_groups(meta.get("data") or {}))
 
     def values(self, measure: str, *statistics: str, site: str = "residual") -> Values:
         """The values of the first statistic that the table has, by layer, at a site."""
@@ -138,21 +149,12 @@ def paragraph(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"sentences": [first, *list(filter(None, findings))[:MOST]], "next": _next(meta, facts)}
 
 
-def independent_of(meta: Mapping[str, Any]) -> float:
-    """The number of clusters of a measurement's data for Student's t; infinite if its document states none."""
-    data = meta.get("data") or {}
-    return float(data.get("independent") or data.get("clusters") or math.inf)
-
-
 def by_stack(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Facts]:
     """Title of each stack -> its numbers; the title is "" if the model has a single stack."""
     if not meta.get("stacks"):
-        return {"": Facts(table, num_layers(table, meta.get("model")), independent_of(meta))}
+        return {"": Facts.of(table, meta, meta.get("model"))}
     tables = {str(stack["name"]): (rows_of_stack(table, str(stack["name"])), stack) for stack in meta["stacks"]}
-    return {
-        name.capitalize(): Facts(rows, num_layers(rows, stack), independent_of(meta))
-        for name, (rows, stack) in tables.items()
-    }
+    return {name.capitalize(): Facts.of(rows, meta, stack) for name, (rows, stack) in tables.items()}
 
 
 def measurement_story(source: PageSource) -> dict[str, Any] | None:

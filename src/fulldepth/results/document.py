@@ -125,7 +125,7 @@ class DataEntry(Entries):
     validation_sequences: Whole | None = None
     clusters: Whole | None = None
     independent: Ratio | None = None
-    """The number of clusters for Student's t, by their tokens."""
+    """The number of groups of clusters for Student's t, by their tokens."""
     heldout: SplitEntry | None = None
     train: SplitEntry | None = None
 

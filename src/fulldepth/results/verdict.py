@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from fulldepth.core.number_format import plus_minus, rounded
-from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, Difference, measurable, reach
+from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, Difference, measurable, reach, stated_groups
 from fulldepth.results import tasks
 from fulldepth.results.differences import TASK_SCORE, Interval
 from fulldepth.results.document import Finding
@@ -157,13 +157,13 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
     layers = len(change)
     test = _test(bool(model.get("paired")))
     median = float(np.median(change))
-    clusters = _independent(model, baseline)
-    differs = measurable(change, error, clusters) & (np.abs(change) > PRINTED)
+    groups = min(stated_groups(entry["data"]) for entry in (model, baseline))
+    differs = measurable(change, error, groups) & (np.abs(change) > PRINTED)
     summary = f"the median change is {signed_number(median, 4)}"
     if not np.isfinite(error).any():
         sentence = f"Displacement in {label} and {other}: {summary} (no standard error is known)."
     elif not differs.any():
-        largest = float(np.nanmax(np.abs(change) + reach(clusters) * error))
+        largest = float(np.nanmax(np.abs(change) + reach(groups) * error))
         bound = f"no measurable difference at any of {layers} layers ({test}, at most {largest:.2g})"
         sentence = f"Displacement in {label} and {other}: {bound}."
     else:
@@ -171,12 +171,6 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
         counts = f"at {larger} of {layers} layers and smaller at {smaller}"
         sentence = f"Displacement is larger in {label} than in {other} {counts} ({test}); {summary}."
     yield "redundancy_change", Finding(median, "1", sentence)
-
-
-def _independent(*models: Entry) -> float:
-    """The smallest number of clusters for Student's t of some models' data; infinite if no model states any."""
-    stated = (entry["data"].get("independent") or entry["data"].get("clusters") for entry in models)
-    return min((float(number) for number in stated if number), default=math.inf)
 
 
 def _rows(table: pd.DataFrame, model: Entry, measure: str, statistic: str, site: str = "residual") -> pd.DataFrame:
@@ -206,10 +200,10 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
         difference = float(row["value"] - base_row["value"])
         error = float(row["error_at_last"]) or math.nan  # an error of 0 says nothing of other data
         interval = intervals.get((name, model["label"]))
-        clusters = _independent(model, baseline)
+        groups = min(stated_groups(entry["data"]) for entry in (model, baseline))
         if name in scores and pd.notna(row["count"]):  # of examples; the score of a group of tasks has none
-            clusters = float(row["count"])
-        spread = reach(clusters) * error
+            groups = float(row["count"])
+        spread = reach(groups) * error
         low, high = (interval.low, interval.high) if interval else (difference - spread, difference + spread)
         change = rounded(difference, "+.3g")
         ends = f"95 % interval {rounded(low, '+.3g')} to {rounded(high, '+.3g')}"
@@ -224,7 +218,7 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
             verdict = f"{test} difference {change} ({ends})"
         elif math.isnan(error):
             verdict = f"difference {change} (no standard error is known)"
-        elif not measurable([difference], [error], clusters)[0]:
+        elif not measurable([difference], [error], groups)[0]:
             verdict = f"no measurable difference ({test}, at most {rounded(abs(difference) + spread, '.2g')})"
         else:
             verdict = f"{test} difference {change} {plus_minus(error)}"

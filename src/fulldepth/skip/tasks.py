@@ -54,7 +54,7 @@ class TaskReading(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The reading in words; a difference within two standard errors is not measurable."""
+        """The reading in words; a difference up to `reach` is not measurable."""
         scores = f"{self.task}: {self.score:.3f} {self.metric}, {self.compared_with} {self.reference:.3f}"
         if math.isnan(self.error):
             verdict = f"difference {self.difference:+.3f}, no standard error is known"
