@@ -292,7 +292,9 @@ def test_mixtures_are_split_at_commas(tmp_path):
     odd = tmp_path / "a,b=2.txt"
     odd.write_text("w1")
     assert Mixture.of(str(odd)).sources == (str(odd),)
-    assert Mixture.of("a,b").limits(9) == [4, 4]
+    assert Mixture.of("a,b").limits(9) == [5, 4]
+    assert Mixture.of("a,b,c").limits(8) == [3, 3, 2]
+    assert Mixture.of("a=1,b=1,c=1000").limits(100) == [1, 1, 100]
     assert Mixture.of("a=1,b=9").limits(9) == [1, 8]
     assert Mixture.of("a,b").limits(None) == [None, None]
     for given, message in (

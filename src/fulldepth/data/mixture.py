@@ -62,6 +62,8 @@ class Mixture:
     def limits(self, limit: int | None) -> list[int | None]:
         """Most rows of each source, at least 1, from the most rows of all.
 
+        They add up to `limit` if every source has one: the rows that rounding down leaves go to the largest fractions.
+
         Raises:
             FulldepthError: for shares without a limit, which would have to leave rows out unasked.
         """
@@ -73,7 +75,12 @@ class Mixture:
                 )
             return [None] * len(self.sources)
         shares = self.shares or (1 / len(self.sources),) * len(self.sources)
-        return [max(1, round(limit * share)) for share in shares]
+        exact = [limit * share for share in shares]
+        rows = [math.floor(number) for number in exact]
+        by_fraction = sorted(range(len(rows)), key=lambda place: rows[place] - exact[place])
+        for place in by_fraction[: limit - sum(rows)]:
+            rows[place] += 1
+        return [max(1, number) for number in rows]
 
     def with_source(self, number: int, source: Any) -> Mixture:
         """The mixture with another source at a place, from 0, that keeps the share."""

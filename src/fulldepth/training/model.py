@@ -199,7 +199,7 @@ def build_config(
             options = outside | sizes | ids | given
             config = kind(**options)
             if POSITIONS in sizes and POSITIONS not in given:
-                config = kind(**options | {POSITIONS: sizes[POSITIONS] + _number_of(unused_positions, config, task)})
+                config = kind(**options | {POSITIONS: sizes[POSITIONS] + _number_from(unused_positions, config, task)})
         else:
             changes = {kind.attribute_map.get(name, name): value for name, value in (ids | given).items()}
             identity = ("model_type", "architectures", "auto_map", "_name_or_path")  # of the checkpoint and its code
@@ -397,12 +397,12 @@ def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, po
         )
     room = getattr(text, POSITIONS, None)
     # XLNet's -1 means no limit
-    if positions and room and 0 < room < positions + (unused := _number_of(unused_positions, config, task)):
+    if positions and room and 0 < room < positions + (unused := _number_from(unused_positions, config, task)):
         also = f", of which no token uses the first {unused:,}" if unused else ""
         raise FulldepthError(
             f"Sequences of {positions:,} tokens do not fit the model's {room:,} positions ({POSITIONS}){also}."
         )
-    if positions and 0 < (longest := _number_of(full_attention_length, config, task)) < positions:
+    if positions and 0 < (longest := _number_from(full_attention_length, config, task)) < positions:
         raise FulldepthError(
             f"A {config.model_type} reads texts of more than {longest:,} tokens with sparse attention, and no longer "
             "does so once it has read a shorter one. Set sequence_length to this number or less, or "
@@ -410,7 +410,7 @@ def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, po
         )
 
 
-def _number_of(number: Callable[[nn.Module], int | None], config: PreTrainedConfig, task: str) -> int:
+def _number_from(number: Callable[[nn.Module], int | None], config: PreTrainedConfig, task: str) -> int:
     """Return a number of the model that a configuration describes; 0 if it has none, or cannot be built."""
     try:
         return number(meta_model(config, task)) or 0
