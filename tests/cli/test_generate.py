@@ -87,6 +87,7 @@ def test_results_hold_text_and_statistics(run, checkpoint, tmp_path):
     [
         (["--threshold", "0"], "threshold"),
         (["--chat"], "--chat"),
+        (["--set", "chat=true"], "--chat"),
         (["--rule", "confidance"], "confidence"),
         (["--rule", "margin"], "--rule has no effect without --threshold."),
         (["--set", "draft_length=3"], "--set draft_length has no effect without --speculate-from."),

@@ -45,6 +45,30 @@ def test_the_command_that_is_advised_after_an_interruption_works(main, tmp_path,
     assert (output / PAGE).read_text() == reporting.render(found.table, found.meta)
 
 
+def test_results_of_an_earlier_call_are_not_what_was_interrupted(main, tmp_path, monkeypatch):
+    """A folder of checkpoints has grown since it was measured; Ctrl-C comes before the new one is."""
+    for step in (1, 2):
+        word_tokenizer.checkpoint(tmp_path / "run" / f"checkpoint-{step}")
+    later = tmp_path / "run" / "checkpoint-2"
+    later.rename(tmp_path / "later")
+    texts = jsonl(tmp_path / "text.jsonl", *({"text": words(*range(n, n + 24))} for n in range(8)))
+    reading = ["--data", texts, "--max-sequences", "4", "--sequence-length", "16"]
+    arguments = ["measure", tmp_path / "run", "--output", tmp_path / "out", *reading]
+    assert main(*arguments)[0] == 0
+    (tmp_path / "later").rename(later)
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fulldepth.subject.open.open_model", interrupt)
+    code, _, err = main(*arguments)
+    assert code == 130
+    monkeypatch.undo()
+    code, _, err = main(*shlex.split(err.strip().splitlines()[-1].partition("Run again: ")[2])[1:])
+    assert code == 0, err
+    assert sorted(set(Results.load(tmp_path / "out").table.step)) == [1, 2]
+
+
 FILES = {DOCUMENT, GROUPS, PAGE, TABLE}
 COMMANDS = {
     "measure": "measure MODEL --data text.jsonl --max-sequences 4 --sequence-length 16",

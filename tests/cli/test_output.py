@@ -74,6 +74,20 @@ def test_numbers_on_the_console_have_no_exponent(capsys, finding, shown):
     assert re.split(r" {2,}", capsys.readouterr().out.strip())[1] == shown
 
 
+def test_hidden_files_make_no_folder_of_something_else_a_result_folder(main, two, tmp_path):
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / ".DS_Store").write_text("")
+    assert main("compare", *two, "--output", folder)[0] == 0
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in (".gitignore", "thesis.tex"):
+        (other / name).write_text("")
+    code, _, err = main("compare", *two, "--output", other)
+    assert code == 2
+    assert "something else (thesis.tex)" in " ".join(err.split())
+
+
 def test_json_is_the_headline_and_nothing_else(main, two, tmp_path):
     code, out, err = main("compare", *two, "--output", tmp_path / "c", "--json")
     assert code == 0, err

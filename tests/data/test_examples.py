@@ -35,6 +35,17 @@ from skip.word_tokenizer import (
 NO = -100
 
 
+def test_texts_of_every_kind_in_a_folder_are_read(tmp_path):
+    """Whichever file comes first: rows of a table, or paragraphs."""
+    jsonl(tmp_path / "b.jsonl", *({"text": words(*range(n, n + 15))} for n in range(8)))
+    counts = []
+    for name in ("a.txt", "c.txt"):
+        (tmp_path / name).write_text("\n\n".join(words(*range(n, n + 15)) for n in range(20, 40)))
+        counts.append(len({tuple(ids) for ids, _ in listed(both(read_examples(tmp_path, tokenizer(), None)))}))
+        (tmp_path / name).unlink()
+    assert counts[0] == counts[1] > 8
+
+
 def both(examples):
     """All examples in the order of the rows that they come from."""
     return sorted([*examples.train, *examples.heldout], key=lambda example: example.document)

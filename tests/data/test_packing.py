@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import BertJapaneseTokenizer
 
 from data.conftest import jsonl
 from fulldepth.core.progress import Watcher
@@ -169,6 +170,34 @@ def test_a_killed_run_goes_on_from_what_is_finished(tmp_path, number_tokenizer, 
     monkeypatch.setattr(Encoder, "__call__", None)
     assert listed(packed_in(tmp_path, data, number_tokenizer).train) == cut(by_hand(texts(50), 0.2)[0], 4)
     assert len(reads) == 1
+
+
+@pytest.mark.parametrize("cores", [(1, 2), (2, 1), (2, 4)])
+def test_a_killed_run_goes_on_with_another_number_of_cores(cores, tmp_path, number_tokenizer, monkeypatch):
+    """Each core takes 20 documents at once, so another number of cores cuts the documents into other parts."""
+    monkeypatch.setattr(packing, "PROCESS_DOCUMENTS", 20)
+    documents = texts(70)
+    with monkeypatch.context() as patch:
+        patch.setattr(packing.os, "cpu_count", lambda: cores[0])
+        patch.setattr(packing, "_write", lambda batches, *_: len(next(batches)) / 0)
+        with pytest.raises(ZeroDivisionError):
+            packed_in(tmp_path, documents, number_tokenizer)
+    monkeypatch.setattr(packing.os, "cpu_count", lambda: cores[1])
+    assert listed(packed_in(tmp_path, documents, number_tokenizer).train) == cut(by_hand(documents, 0.2)[0], 4)
+
+
+def test_a_tokenizer_written_in_python_is_known_by_its_settings(tmp_path):
+    """Its vocabulary is the same, and so is its class."""
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\nthem\nThem\n")
+    spelled = [
+        BertJapaneseTokenizer(
+            tmp_path / "vocab.txt", word_tokenizer_type="basic", do_lower_case=lower, eos_token="[SEP]"
+        )
+        for lower in (False, True, True)
+    ]
+    assert [tokenizer("Them")["input_ids"] for tokenizer in spelled] == [[2, 7, 3], [2, 6, 3], [2, 6, 3]]
+    first, second, third = (Encoder(tokenizer).fingerprint() for tokenizer in spelled)
+    assert first != second == third
 
 
 def test_validation_windows_are_spread_or_come_from_other_text(tmp_path, number_tokenizer):

@@ -1,3 +1,4 @@
+import datasets
 import pytest
 import torch
 from scipy.stats import binom
@@ -201,6 +202,14 @@ def test_words_are_marked_and_missing_ones_reported(number_tokenizer):
     data = prepared(number_tokenizer, [words(5, 1, 5, 2)], words=("w5", "w9"))
     assert all_of(data)[0].words.tolist() == [[0, -1, 0, -1]]
     assert data.warnings == ["The word 'w9' occurs nowhere in the sequences."]
+
+
+def test_labels_of_other_names_and_another_number_are_refused():
+    """A sample of a stream may lack a class, after which every later one would have another number."""
+    rows = [{"text": words(number), "label": "bcd"[number % 3]} for number in range(90)]
+    stream = datasets.Dataset.from_list([*rows, {"text": "w1", "label": "a"}]).to_iterable_dataset()
+    with refused(r"has 3 classes \(b, c, d\), and the model 4 of other names \(LABEL_0"):
+        number_labels(open_source(stream, limit=10), [f"LABEL_{number}" for number in range(4)])
 
 
 BY_ORDER = "they are matched by their order."

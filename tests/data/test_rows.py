@@ -240,6 +240,7 @@ def test_of_a_hub_data_set_one_split_is_read_and_with_a_limit_little_of_it(monke
     assert documents.identity["revision"] == "ab" * 20
     assert list(open_documents("owner/name:sample", split="test", streaming=True)) == ["a", "b"]
     assert hub.asked == [("owner/name", "sample", "train", False), ("owner/name", "sample", "test", True)]
+    assert open_documents("owner/name", held_out=True, column="content").name == "owner/name/test"
     hub.table = datasets.IterableDataset.from_generator(rows)
     hub.table.to_iterable_dataset = lambda: hub.table
     records = open_source("owner/name", limit=50).records

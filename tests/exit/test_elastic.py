@@ -75,6 +75,7 @@ def test_the_accuracy_chooses_the_layers(labelled, tmp_path, without_fresh_proce
         ({"layers": 2, "effective_depth": 0.1, "data": ["a text"]}, "--layers or --effective-depth, got both"),
         ({"effective_depth": 0.1}, "--effective-depth .* needs --data"),
         ({}, "layers"),
+        ({"layers": 2, "score": "all"}, "score has no effect without --effective-depth"),
         ({"layers": 2, "output": "."}, "exists already"),
     ],
 )

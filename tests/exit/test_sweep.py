@@ -174,6 +174,7 @@ def test_nothing_is_advised_of_a_model_at_chance(labelled, texts):
         ("bert-bare", {}, "BertModel"),
         ("detr", {}, "DetrForObjectDetection"),
         ("llama", {"min_layer": 4}, "min_layer is 4"),
+        ("llama", {"prompts": 0, "max_new_tokens": 3}, "--max-new-tokens has no effect with --set prompts=0"),
         ("regression", {}, "BertForSequenceClassification"),
     ],
 )

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny_models
 from fulldepth.data import builtin_texts, train_tokenizer
-from fulldepth.hf import load_checkpoint, load_processor, load_tokenizer, open_model
+from fulldepth.hf import find_tokenizer, load_checkpoint, load_processor, load_tokenizer, open_model
 from json_files import read_json, write_json
 from refusals import refused, refuses
 from skip import word_tokenizer
@@ -318,6 +318,19 @@ def test_a_folder_without_a_tokenizer_is_refused_by_what_is_missing(tmp_path):
     (tmp_path / "rows.jsonl").write_text("")
     with refused("holds no tokenizer; expected tokenizer.json"):
         load_tokenizer(tmp_path)
+
+
+def test_a_checkpoints_own_tokenizer_comes_before_that_of_the_folder_above(tmp_path):
+    """Also if it is of the older layout, without tokenizer.json."""
+    tokenizer = train_tokenizer(builtin_texts("heldout")[:1], vocab_size=300)
+    tokenizer.save_pretrained(tmp_path)
+    child = tmp_path / "child"
+    child.mkdir()
+    assert find_tokenizer(child) == str(tmp_path)
+    (child / "vocab.json").write_text('{"a": 0, "b": 1, "[UNK]": 2}')
+    (child / "merges.txt").write_text("#version: 0.2\n")
+    write_json(child / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer", "unk_token": "[UNK]"})
+    assert find_tokenizer(child) == str(child)
 
 
 def test_a_vocabulary_may_begin_with_a_character_beyond_ascii(tmp_path):

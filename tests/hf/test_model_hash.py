@@ -9,9 +9,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
-from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf.model_hash import configuration_hash, model_hash
 from tiny_models import build
 
 
@@ -55,6 +55,21 @@ def test_hash_is_not_moved_by_what_is_not_saved():
     model.train().requires_grad_(False)
     assert model_hash(model) == expected
     assert model_hash(copy.deepcopy(model)) == expected
+
+
+def test_a_model_inside_another_has_no_precision_in_the_configurations_hash():
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 32, "num_key_value_heads": 1, "head_dim": 8}
+    vision = {**sizes, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+
+    def hashed(dtype):
+        return configuration_hash(Gemma3ForConditionalGeneration._from_config(copy.deepcopy(config), dtype=dtype))
+
+    expected = hashed(torch.float32)
+    assert hashed(torch.bfloat16) == expected
+    config.text_config.rms_norm_eps = 0.1
+    assert hashed(torch.float32) != expected
 
 
 def test_hash_of_every_other_weight():

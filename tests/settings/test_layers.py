@@ -51,6 +51,8 @@ def test_another_data_set_drops_what_the_recipe_says_about_its_own():
         data = layer(TrainSettings, recipe, {"data": changes}).data
         assert (data.name, data.config, data.split, data.validation) == ("rows.tsv", None, None, validation)
         assert data.validation_share == 0.1
+    assert layer(TrainSettings, {"data": {"tokens": "folder"}}, {"data": {"name": "rows.tsv"}}).data.tokens == "folder"
+    assert layer(TrainSettings, {"data": {"name": "a", "tokens": "b"}}, {"data": {"name": "c"}}).data.tokens is None
     unchanged = layer(TrainSettings, recipe, {"data": {"name": "a/b", "split": "test"}}).data
     assert (unchanged.config, unchanged.split, unchanged.validation) == ("c", "test", "a/b")
 

@@ -12,6 +12,8 @@ from scipy import stats
 from fulldepth.core.progress import Watcher
 from fulldepth.data.examples import read_examples
 from fulldepth.results import Results
+from fulldepth.settings import layer
+from fulldepth.settings.search import CurveSettings
 from fulldepth.skip.curve import FEWEST, LEVEL, _headline, curve, find_breakpoint
 from fulldepth.skip.plan import Plan
 from json_files import change_json
@@ -137,6 +139,13 @@ def test_errors_sum_by_document_whatever_the_order_and_the_labels():
     assert (again.blocks, again.confidence) == (found.blocks, found.confidence)
     few = find_breakpoint(*windowed(hinge(6), FEWEST - 1, 0.5, 0, 0.0))
     assert (few.blocks, few.confidence, few.excess_error, few.documents) == (None, None, None, FEWEST - 1)
+
+
+def test_a_curve_has_no_target_and_nothing_that_describes_one():
+    for options, name in (({"target_speedup": 1.2}, "--target-speedup"), ({"decode_share": 0.5}, "--set decode_share")):
+        with refused(f"has no target; leave {name} out"):
+            layer(CurveSettings, options)
+    assert layer(CurveSettings, {"decode_share": 1.0}).decode_share == 1.0
 
 
 def pairs(count=30):

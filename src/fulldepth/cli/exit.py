@@ -16,7 +16,6 @@ DATA = (
     "For classifiers rows with text + label, or a folder of images in class folders; for language models text as for "
     "measure, a Hub data set, or corpus:builtin."
 )
-TEXT = "Text"
 
 
 @command(app, "exit", ExitSettings, headline=True)
@@ -77,15 +76,6 @@ def generate_command(
             show_default=False,
         ),
     ],
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Put the prompt into the chat template, or continue it as it is. [default: chat template if the "
-            "tokenizer has one]",
-            rich_help_panel=TEXT,
-        ),
-    ] = None,
     output: OptionalOutput = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -108,7 +98,6 @@ def generate_command(
         output=output,
         overwrite=overwrite,
         settings=settings,
-        chat=chat,
         progress=True,
     )
     for number, text in enumerate(written.texts, start=1):

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import typer
 from pydantic.fields import FieldInfo
 
-from fulldepth.cli.program import DEBUG, RUNNING, Debug
+from fulldepth.cli.program import DEBUG, RUNNING, Debug, saved_at
 from fulldepth.core import console
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import check_outside
@@ -99,6 +99,7 @@ def command(
                 resumable="resume" in values,
                 output=values.get("output"),
                 overwrites=values.get("overwrite", False),
+                saved=saved_at(values.get("output")),
                 settings=settings,
             )
             as_json = values.pop("as_json", False)
@@ -148,9 +149,9 @@ ENDINGS = (".txt", ".jsonl", ".tsv", ".parquet", ".json", ".gguf", ".yaml")
 """Endings that mark a name as a file: names on the Hub do not have them."""
 OURS = [
     *("results.*", "groups.parquet", "report.html", "plan.json", "progress.json", "settings.yaml", "responses.*"),
-    *("own.jsonl", "own.json", "answers", "steps", "measure", "search", "run", "tokenizer", "*.lock", ".*"),
+    *("own.jsonl", "own.json", "answers", "steps", "measure", "search", "run", "tokenizer", "*.lock"),
 ]
-"""Patterns of what commands write into an output folder."""
+"""Patterns of what commands write into an output folder, beside hidden files."""
 
 
 def check_arguments(values: Mapping[str, Any], results: bool) -> None:
@@ -174,7 +175,7 @@ def check_arguments(values: Mapping[str, Any], results: bool) -> None:
     check_outside(output, values.get("data"), values.get("heldout"), values.get("fit"))
     if not results or output is None or not output.is_dir():
         return
-    names = sorted(path.name for path in output.iterdir())
+    names = sorted(path.name for path in output.iterdir() if not path.name.startswith("."))
     if names and not any(fnmatch(name, pattern) for name in names for pattern in OURS):
         raise FulldepthError(
             f"{output} holds {len(names)} files or folders of something else ({one_line(', '.join(names), 200)}). "

@@ -60,7 +60,8 @@ DEBUG = {"on": False}
 """Set by `--debug`: errors show their traceback."""
 RUNNING: dict[str, Any] = {}
 """State of the running command: `resumable` (it has the option `--resume`), `output` (its result folder),
-`overwrites` (it may replace results there), and `settings` (the class of its settings)."""
+`overwrites` (it may replace results there), `saved` (when results there had been saved before), and `settings` (the
+class of its settings)."""
 
 ENDINGS = {130: "Interrupted", 128 + signal.SIGTERM: "Terminated", 129: "Hung up"}
 """Exit code of a signal -> message."""
@@ -162,10 +163,16 @@ def _end(code: int, message: str) -> NoReturn:
 
 
 def is_saved(output: Path) -> bool:
-    """Return True if the results of the running command are saved; at most their page is missing."""
+    """Return True if the running command has saved its results; at most their page is missing."""
+    return saved_at(output) != RUNNING.get("saved")
+
+
+def saved_at(output: Path | None) -> int | None:
+    """When the results in a folder were saved, in nanoseconds; None if it holds none."""
     from fulldepth.results import DOCUMENT
 
-    return (output / DOCUMENT).is_file()
+    document = None if output is None else output / DOCUMENT
+    return document.stat().st_mtime_ns if document is not None and document.is_file() else None
 
 
 @contextmanager

@@ -62,6 +62,7 @@ def conversations(
     *,
     config: str | None = None,
     split: str | None = None,
+    held_out: bool = False,
     watcher: Watcher | None = None,
 ) -> datasets.Dataset:
     """Chats, or prompts with responses, for fine-tuning on the responses only.
@@ -73,7 +74,8 @@ def conversations(
         tokenizer: with a chat template, which chats need, a pair becomes two messages. None = not known yet: pairs
             stay plain text.
         config: configuration of a Hub data set.
-        split: split of a Hub data set, None = `train`.
+        split: split of a Hub data set; None: see `held_out`.
+        held_out: without `split`, take the part to validate on, as `open_data` does, in place of the training part.
         watcher: receives the numbers of rows that are left out: without a response, or with one that is `cut_off`, as
             TRL would train an end that the model did not choose.
 
@@ -86,7 +88,7 @@ def conversations(
         FulldepthError: if there is nothing to read, rows are of another kind, a role is unknown, no row has a response,
             or the data are chats and the tokenizer has no chat template.
     """
-    opened = open_data(data, config=config, split=split, suffixes=TABLES)
+    opened = open_data(data, config=config, split=split, held_out=held_out, suffixes=TABLES)
     left_out: Counter[str] = Counter()
 
     def whole() -> Iterator[dict[str, Any]]:

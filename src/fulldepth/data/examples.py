@@ -235,13 +235,13 @@ def _read(
     opened = open_data(data, streaming=limit is not None)
     warnings: tuple[str, ...] = ()
     if not opened.is_plain:
-        opened = open_data(data, suffixes=TABLES) if opened.path else opened
-        where, row = next(opened.rows(), ("", {}))
+        tables = open_data(data, suffixes=TABLES) if opened.path else opened
+        where, row = next(tables.rows(), ("", {}))
         if not row:
             raise FulldepthError(f"{opened.name} is empty. Expected rows with {EXPECTED}.")
         columns = choose_columns(row, where)
         if columns.kind in CONVERSATIONS:
-            rows = opened.rows() if limit is None else opened.sampled(list(row), limit, seed=seed)
+            rows = tables.rows() if limit is None else tables.sampled(list(row), limit, seed=seed)
             numbered = enumerate(read_conversations(rows, tokenizer, chat=chat))
             examples, _ = response_examples(
                 ((document, where, conversation) for document, (where, conversation) in numbered),

@@ -61,6 +61,11 @@ def number_labels(
     if classes and source.class_names and not named:
         ours = listed(source.class_names)
         theirs = listed(classes)
+        if not boxes and len(source.class_names) != len(classes):
+            raise FulldepthError(
+                f"{source.name} has {len(source.class_names)} classes ({ours}), and the model {len(classes)} of other "
+                f"names ({theirs}), so it is not known which is which. Write the model's names or numbers as labels."
+            )
         warnings.append(f"The data's classes ({ours}) are not the model's ({theirs}); they are matched by their order.")
     if boxes and classes and not named and len(source.class_names) > len(classes):
         raise FulldepthError(

@@ -400,18 +400,20 @@ def open_documents(
     config: str | None = None,
     split: str | None = None,
     streaming: bool = False,
+    held_out: bool = False,
     articles: bool = False,
 ) -> Documents:
     """Open text for training.
 
     Args:
-        data: as for `open_data`; `corpus:builtin` is its training part. A row of a table is a document. Plain text
+        data: as for `open_data`. A row of a table is a document. Plain text
             (novels of the built-in corpus, `.txt` files) is cut into one or more documents by `text_pieces`, so that
             parts of it can be held out. `Documents` are returned unchanged.
         column: column that holds the text; None = `text` or `sentence`.
         config: configuration of a Hub data set.
-        split: split of a Hub data set, None = `train`; part of the built-in corpus.
+        split: split of a Hub data set, part of the built-in corpus; None: see `held_out`.
         streaming: read a Hub data set as a stream instead of downloading it first.
+        held_out: without `split`, take the part to validate on, as `open_data` does, in place of the training part.
         articles: rows are lines of articles (WikiText), which are the documents, see `articles_of`.
 
     Raises:
@@ -419,7 +421,7 @@ def open_documents(
     """
     if isinstance(data, Documents):
         return data
-    opened = open_data(data, config=config, split=split, streaming=streaming)
+    opened = open_data(data, config=config, split=split, streaming=streaming, held_out=held_out)
 
     def read() -> Iterator[str]:
         texts = (text for _, text in document_pieces(opened, column))

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import datasets
@@ -90,9 +91,13 @@ class Encoder:
     def fingerprint(self) -> str:
         """SHA-256 of everything in the tokenizer that determines ids."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        described: Any = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())]
+        described: Any
         if backend is not None:
             described = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
+        else:  # its rules are Python code, with settings and further files
+            with TemporaryDirectory() as folder:
+                self.tokenizer.save_pretrained(folder)
+                described = [[file.name, sha256_of(file.read_bytes())] for file in sorted(Path(folder).iterdir())]
         raw = getattr(self.tokenizer, "split_special_tokens", False)
         return _sha256([described, raw, self.end, self.frame.prefix, self.frame.suffix])
 
@@ -149,8 +154,8 @@ def _encoded(documents: Documents, encoder: Encoder, key: str, work: Path, watch
             encoder,
             features=datasets.Features(ids=datasets.List(datasets.Value("uint32"))),
             num_proc=len(part) // PROCESS_DOCUMENTS or None,
-            cache_file_name=str(work / f"ids-{start}.arrow"),
-            new_fingerprint=f"{key}-{start}",
+            cache_file_name=str(work / f"ids-{start}-{len(part)}.arrow"),  # another number of cores cuts other parts
+            new_fingerprint=f"{key}-{start}-{len(part)}",
             **options,
         )
         watcher.advance(len(part))

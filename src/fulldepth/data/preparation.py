@@ -444,7 +444,7 @@ def _example(ids: Sequence[int], task: str, types: Sequence[int] | None, **entri
 def _masked(example: Example, tokenizer: Any, seed: int, index: int) -> Example:
     """Mask `MASKED_SHARE` of the ordinary tokens, at least one if there is any, which become the labels.
 
-    Seed and index (of the sequence in the whole data set) determine the positions, independently of batching and order.
+    Seed and index (of the sequence in the whole data set) determine the positions, independently of the batching.
 
     Source: Devlin et al. 2019, section 3.1.
     """

@@ -469,8 +469,7 @@ def find_tokenizer(name: str | Path) -> str | None:
     folder = Path(where)
     if not folder.is_dir() or find_gguf(folder) is not None:
         return where
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        for candidate in (folder, folder.parent, folder.parent / "tokenizer"):
-            if (candidate / file).is_file():
-                return str(candidate)
+    for candidate in (folder, folder.parent, folder.parent / "tokenizer"):
+        if any((candidate / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
+            return str(candidate)
     return None

@@ -66,11 +66,15 @@ def configuration_hash(model: PreTrainedModel, *ignored: str) -> str:
 
     Args:
         model: the model.
-        ignored: names of entries that are left out beside `NO_NUMBERS`.
+        ignored: names of entries that are left out beside `NO_NUMBERS`, as these also inside of other entries.
     """
-    entries = json.loads(model.config.to_json_string(use_diff=True)).items()
-    counted = {name: value for name, value in entries if name not in NO_NUMBERS and name not in ignored}
-    return str(Fingerprint(json.dumps(counted, sort_keys=True)))
+
+    def counted(entries: dict[str, Any]) -> dict[str, Any]:
+        names = entries.keys() - NO_NUMBERS - set(ignored)
+        return {name: counted(value) if isinstance(value := entries[name], dict) else value for name in names}
+
+    entries = json.loads(model.config.to_json_string(use_diff=True))
+    return str(Fingerprint(json.dumps(counted(entries), sort_keys=True)))
 
 
 def equal(first: Any, second: Any) -> bool:

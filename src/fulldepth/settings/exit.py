@@ -27,6 +27,7 @@ class ExitSettings(LayerReadingSettings):
         "Data": READING,
         "Loading the model": LOADING,
     }
+    applies: ClassVar = (Applies(("max_new_tokens",), {"prompts": SET}),)
 
     rule: list[Rule] = Field(default=["confidence"], min_length=1)
     """Comma-separated rules; what has to exceed the threshold: confidence (the largest probability), margin (its
@@ -55,7 +56,10 @@ class LayersSettings(LayerReadingSettings):
 
     options: ClassVar = {"How many layers": EXPORTS, "Data": READING, "Loading the model": LOADING}
     applies: ClassVar = (
-        Applies((*READING, "lens_tokens", "order", "bos", "one_per_row", "truncate"), {"effective_depth": SET}),
+        Applies(
+            (*READING, "lens_tokens", "order", "bos", "one_per_row", "truncate", "score", "chat"),
+            {"effective_depth": SET},
+        ),
     )
 
     layers: Count | None = None

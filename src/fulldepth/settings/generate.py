@@ -17,7 +17,7 @@ class GenerateSettings(LoadingSettings):
     """Everything that determines a generation; saved with its results."""
 
     options: ClassVar = {
-        "Text": ("max_new_tokens", "temperature", "top_p", "seed"),
+        "Text": ("chat", "max_new_tokens", "temperature", "top_p", "seed"),
         "Speculation": ("speculate_from",),
         "Early exit": ("threshold", "rule"),
         "Loading the model": LOADING,
@@ -38,7 +38,8 @@ class GenerateSettings(LoadingSettings):
     seed: Seed = 0
     """Seed of the sampling."""
     chat: bool | None = None
-    """Put each prompt into the tokenizer's chat template; None = if it has one."""
+    """Put each prompt into the tokenizer's chat template, or continue it as it is; None =
+    chat template if the tokenizer has one."""
     speculate_from: int | str | None = None
     """Draft tokens with the first E layers and confirm them with the others: E, or auto (a third of the layers; plain
     decoding where a short trial is not faster), of one prompt. None = no speculation."""

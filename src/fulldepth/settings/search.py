@@ -21,6 +21,8 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 TARGETS = ("target_speedup", "target_bytes", "target_cache", "max_loss")
 """Settings that state what a search is for, in place of a number of blocks."""
+OF_TARGETS = ("decode_share", "batch", "context")
+"""Settings that describe the use for which a target is reached."""
 
 Layer = Annotated[int, Field(ge=1, le=10_000)]
 BlockName = Annotated[str, Field(pattern=r"^(attention|mlp|layer) [1-9][0-9]{0,8}$")]
@@ -238,9 +240,10 @@ class CurveSettings(SearchSettings):
     @model_validator(mode="before")
     @classmethod
     def _all_given_layers(cls, values: Any) -> Any:
-        """The number of `given` layers replaces the default of `blocks`; a target is refused."""
+        """The number of `given` layers replaces the default of `blocks`; a target is refused, and what describes it."""
         stated = values if isinstance(values, dict) else {}
-        if target := next((name for name in TARGETS if stated.get(name) is not None), None):
+        defaults = {name: cls._default(name) for name in (*TARGETS, *OF_TARGETS)}
+        if target := next((name for name in defaults if stated.get(name, defaults[name]) != defaults[name]), None):
             raise FulldepthError(
                 f"A curve removes a number of blocks (--blocks) and has no target; leave {cls.option(target)} out."
             )

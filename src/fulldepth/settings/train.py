@@ -68,7 +68,7 @@ class DataSettings(Settings):
     """Data to train and validate on."""
 
     described_by: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "name": ("column", "config", "split", "streaming", "articles", "validation")
+        "name": ("column", "config", "split", "streaming", "articles", "validation", "tokens")
     }
 
     name: str = "corpus:builtin/train"
@@ -93,7 +93,8 @@ class DataSettings(Settings):
     truncate: bool = False
     """Classification: cut texts of more than `sequence_length` tokens there instead of refusing them."""
     validation: str | None = None
-    """Data for validation, or a folder of tokens as for `tokens`; None = held-out documents or rows."""
+    """Data for validation (of several splits the validation or test split), or a folder of tokens as for `tokens`; None
+    = held-out documents or rows."""
     validation_share: Share = 0.05
     """Share of the documents that is held out for validation."""
     validation_sequences: Batch | None = None

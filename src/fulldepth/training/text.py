@@ -160,7 +160,7 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
     validation: Any = None
     if data.validation:
         folder_of_tokens = Path(data.validation).expanduser()
-        validation = folder_of_tokens if holds_tokens(folder_of_tokens) else opened(data.validation)
+        validation = folder_of_tokens if holds_tokens(folder_of_tokens) else opened(data.validation, held_out=True)
     packed = pack(
         None if data.tokens else opened(data.name, config=data.config, split=data.split, streaming=data.streaming),
         tokenizer,
@@ -291,7 +291,7 @@ def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, wat
     rows, train, owner = opened(data.name, config=data.config, split=data.split, least=1 if data.validation else 2)
     documents = len(rows)
     if data.validation:
-        validation_rows, validation, owner = opened(data.validation)
+        validation_rows, validation, owner = opened(data.validation, held_out=True)
         identities = np.array([_key(row, 0, whole=True) for row in validation_rows], np.uint64)
         sampled = sample(identities, settings.most_validation, settings.seed)
         validation = validation.select(np.flatnonzero(np.isin(owner, sampled)))
@@ -338,6 +338,7 @@ def _answered_conversations(
     warnings: list[str],
     config: str | None = None,
     split: str | None = None,
+    held_out: bool = False,
     least: int = 1,
 ) -> tuple[Any, Any, np.ndarray]:
     """Return the conversations with a response that begins within `length` tokens, their examples, and their numbers.
@@ -347,7 +348,8 @@ def _answered_conversations(
     Raises:
         FulldepthError: if there are fewer than `least` such conversations; as `conversations` and `chat_examples`.
     """
-    rows = conversations(name, tokenizer, config=config, split=split, watcher=Watcher(say=warnings.append))
+    watcher = Watcher(say=warnings.append)
+    rows = conversations(name, tokenizer, config=config, split=split, held_out=held_out, watcher=watcher)
     encoded = rows.map(
         partial(_encoded, tokenizer=tokenizer, length=length, name=name),
         batched=True,
