@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import DataCollatorWithFlattening
 
 from fulldepth.losses import (
     Objective,
@@ -210,6 +211,26 @@ def test_what_cannot_be_right_is_refused():
     objective.detach()
     with refused("got padding in 2 of 3"):
         step(model, Objective(coherence={"layers": [1]}), batch(padded=True))
+
+
+def test_sequences_that_are_joined_to_one_row_keep_their_penalties_or_are_refused():
+    """JREG is the mean over the tokens of the sequences alone; norms and frequencies of the joined row are not CR's."""
+    model = build("llama")
+    sequences = [{"input_ids": ids} for ids in batch(rows=4)["input_ids"].tolist()]
+    joined = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(sequences)
+    inputs = {name: joined[name] for name in ("input_ids", "labels", "position_ids")}
+    inputs["use_cache"] = False  # with a cache transformers does not keep the sequences apart
+    expected = 0.0
+    for ids in batch(rows=4)["input_ids"]:
+        _, states = states_of(model.model.layers, lambda ids=ids: model(input_ids=ids[None]))
+        expected += float(plain_jump(states, torch.ones(1, len(ids)), 1.0)) / 4
+    with Objective(jump=1.0).attach(model) as objective:
+        _, parts = objective(model(**inputs), joined)
+    assert joined["input_ids"].shape[0] == 1
+    assert float(parts["jump"]) == pytest.approx(expected, rel=1e-9)
+    for name in ("orthogonality", "coherence"):
+        with Objective(**{name: {"layers": [1]}}).attach(model) as objective, refused("a row of its own"):
+            objective(model(**inputs), joined)
 
 
 @pytest.mark.parametrize(

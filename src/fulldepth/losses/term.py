@@ -179,7 +179,18 @@ class LayerTerm(Term):
         self.chosen_layers(anatomy.num_layers)
 
     def value(self, context: Context) -> Tensor:
-        """Sum over the layers of the penalty, on the device of the last one."""
+        """Sum over the layers of the penalty, on the device of the last one.
+
+        Raises:
+            FulldepthError: for a batch whose sequences are joined to one row, because norms and frequencies would be
+                those of the whole row.
+        """
+        if "cu_seq_lens_q" in context.batch:  # of padding-free collators
+            raise FulldepthError(
+                f"The {self.name} penalty needs each sequence in a row of its own, and the collator joins the "
+                "sequences of a batch to one row (padding_free, packing, flattening). Turn that off, or leave this "
+                "penalty out."
+            )
         layers = self.chosen_layers(len(context.states["attention_output"]))
         values = [self.of_layer(context, layer) for layer in layers]
         return torch.stack([value.to(values[-1].device) for value in values]).sum()
