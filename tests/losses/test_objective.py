@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from transformers import DataCollatorWithFlattening
 
 from fulldepth.losses import (
+    DepthTrainer,
     Objective,
     coherence_penalty,
     jump_penalty,
@@ -17,7 +18,7 @@ from fulldepth.losses import (
     similarity_penalty,
 )
 from fulldepth.losses.objective import CoherencePenalty, OrthogonalityPenalty
-from losses.trained_step import build, close, plain_jump, same_step, slopes, states_of, step
+from losses.trained_step import arguments, build, close, plain_jump, same_step, slopes, states_of, step
 from refusals import refused
 from tiny_models import BUILDERS, seeded, token_ids
 
@@ -223,7 +224,7 @@ def test_sequences_that_are_joined_to_one_row_keep_their_penalties_or_are_refuse
     expected = 0.0
     for ids in batch(rows=4)["input_ids"]:
         _, states = states_of(model.model.layers, lambda ids=ids: model(input_ids=ids[None]))
-        expected += float(plain_jump(states, torch.ones(1, len(ids)), 1.0)) / 4
+        expected += plain_jump(states, torch.ones(1, len(ids)), 1.0).item() / 4
     with Objective(jump=1.0).attach(model) as objective:
         _, parts = objective(model(**inputs), joined)
     assert joined["input_ids"].shape[0] == 1
@@ -231,6 +232,18 @@ def test_sequences_that_are_joined_to_one_row_keep_their_penalties_or_are_refuse
     for name in ("orthogonality", "coherence"):
         with Objective(**{name: {"layers": [1]}}).attach(model) as objective, refused("a row of its own"):
             objective(model(**inputs), joined)
+
+
+def test_a_collator_that_names_no_boundaries_is_found_by_its_single_row(tmp_path):
+    trainer = DepthTrainer(
+        BUILDERS["llama"](),
+        arguments(tmp_path, per_device_train_batch_size=4),
+        train_dataset=[{"input_ids": ids} for ids in batch(rows=4)["input_ids"].tolist()],
+        data_collator=DataCollatorWithFlattening(),
+        objective=Objective(orthogonality={"layers": [1]}),
+    )
+    with trainer.depth_objective, refused("a row of its own"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

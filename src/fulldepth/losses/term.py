@@ -186,14 +186,18 @@ class LayerTerm(Term):
                 those of the whole row.
         """
         if "cu_seq_lens_q" in context.batch:  # of padding-free collators
-            raise FulldepthError(
-                f"The {self.name} penalty needs each sequence in a row of its own, and the collator joins the "
-                "sequences of a batch to one row (padding_free, packing, flattening). Turn that off, or leave this "
-                "penalty out."
-            )
+            raise joined_sequences(self.name)
         layers = self.chosen_layers(len(context.states["attention_output"]))
         values = [self.of_layer(context, layer) for layer in layers]
         return torch.stack([value.to(values[-1].device) for value in values]).sum()
+
+
+def joined_sequences(terms: str) -> FulldepthError:
+    """Return the refusal of a batch whose sequences are joined to one row, for the named terms."""
+    return FulldepthError(
+        f"The penalty {terms} needs each sequence in a row of its own, and the collator joins the sequences of a batch "
+        "to one row (padding_free, packing, flattening). Turn that off, or leave the penalty out."
+    )
 
 
 def step_counts(

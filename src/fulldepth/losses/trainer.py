@@ -27,7 +27,7 @@ from fulldepth.hf import (
 from fulldepth.losses.aligned_loss import add_exit_heads
 from fulldepth.losses.objective import Objective, per_batch_terms, times
 from fulldepth.losses.task import Task
-from fulldepth.losses.term import Portion, step_counts
+from fulldepth.losses.term import Portion, joined_sequences, step_counts
 
 AnyTrainer: Any = object
 """Stands for the Trainer class that a mixin is combined with."""
@@ -86,10 +86,10 @@ class ObjectiveMixin(AnyTrainer):
 
     Raises:
         FulldepthError: for `group_options` if the model's class has no `parameter_groups`; in training, if the loss or
-            a gradient is not finite (with the step, the term and the layer), or the data contain no whole batch for a
-            term that needs one; for label smoothing, a `compute_loss_func` or a `loss_type`; for a model with another
-            loss function beside a term that replaces its cross-entropy; for exit heads with
-            `ddp_find_unused_parameters=True`.
+            a gradient is not finite (with the step, the term and the layer), the data contain no whole batch for a term
+            that needs one, or the collator joins the sequences of its batch to one row; for label smoothing, a
+            `compute_loss_func` or a `loss_type`; for a model with another loss function beside a term that replaces its
+            cross-entropy; for exit heads with `ddp_find_unused_parameters=True`.
     """
 
     optimizer_cls_and_kwargs: Any
@@ -234,6 +234,9 @@ class ObjectiveMixin(AnyTrainer):
         cross_entropy = base if auxiliary is None else base - auxiliary.to(base.device)
         if return_outputs or not model.training:
             return (cross_entropy, outputs) if return_outputs else cross_entropy
+        terms = per_batch_terms(self.depth_objective.terms)
+        if terms and "position_ids" in batch and self.task.sequences(batch) == 1 < self._train_batch_size:
+            raise joined_sequences(" and ".join(terms))  # shorter batches are left out, so this row is several examples
         self.depth_objective.step = self.state.global_step + 1
         portion = self._portion(batch)
         self.loss_is_scaled_for_ga = portion.targets is not None
