@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from pandas.testing import assert_frame_equal
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -26,6 +27,7 @@ from fulldepth.skip.bench import CallTimes, _headline, _opened, bench
 from fulldepth.skip.exports.export import export
 from fulldepth.skip.plan import HEALED, listing
 from fulldepth.skip.timed import Cell
+from json_files import change_json
 from refusals import refused
 from skip import plain
 from skip.planned import plan
@@ -120,6 +122,20 @@ def test_loaded_models_say_what_makes_a_comparison_unfair(folders, tmp_path, mon
     busy = bench(other, [folders / "fast"], tmp_path / "busy", **SMALL)
     assert "times" in busy.headline
     assert "next" not in busy.meta  # no command names a loaded model
+
+
+def test_warnings_of_loading_name_the_model_that_they_are_about(folders, tmp_path):
+    """A Llama's layer has nine weights: the original's configuration leaves out one, and an export has one too many."""
+    shutil.copytree(folders / "original", tmp_path / "original")
+    change_json(tmp_path / "original" / "config.json", num_hidden_layers=LAYERS - 1)
+    shutil.copytree(folders / "fast", tmp_path / "fast")
+    weights = tmp_path / "fast" / "model.safetensors"
+    save_file({**load_file(weights), "spare": torch.ones(1)}, weights, {"format": "pt"})
+    warnings = bench(tmp_path / "original", [folders / "original", tmp_path / "fast"], **SMALL).meta["warnings"]
+    beginnings = [line.split(" (first: ")[0] for line in warnings if "holds" in line]
+    unused = "The checkpoint holds {} weights that the model does not use"
+    labels = (f"{tmp_path.name}/original", f"{tmp_path.name}/fast")
+    assert beginnings == [f"{label}: {unused.format(number)}" for label, number in zip(labels, (9, 1), strict=True)]
 
 
 def bigger():

@@ -77,7 +77,7 @@ from fulldepth.results import (
 from fulldepth.settings import command_line
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.skip.exports.export import NOTES, load, read_notes
+from fulldepth.skip.exports.export import NOTES, load_export, read_notes
 from fulldepth.skip.plan import Plan, healed_rows, is_listed, overlap, share_of_rows
 from fulldepth.skip.problem import read_data
 from fulldepth.skip.timed import Cell, ComparedModel, TableRow, Timings, bench_document, with_fitting_contexts
@@ -219,6 +219,8 @@ class BenchedModel(ComparedModel):
     """A model that is loaded, or that llama.cpp runs."""
 
     model: PreTrainedModel | LlamaCpp
+    warnings: tuple[str, ...] = ()
+    """Warnings of loading it."""
 
     def about(self) -> dict[str, Any]:
         """Name, class, depth, size and type of the model."""
@@ -256,12 +258,14 @@ def _opened(
         if file is not None and opened:
             opened.append(BenchedModel("", str(model), "llama.cpp", {}, False, LlamaCpp(file)))
         elif isinstance(model, str | Path) and (Path(model) / NOTES).is_file():
-            exported = load(model, dtype=settings.dtype, device=settings.device)
+            exported = load_export(model, dtype=settings.dtype, device=settings.device)
             notes = read_notes(Path(model))
-            opened.append(BenchedModel("", str(model), "transformers", notes, not opened, exported))
+            warnings = exported.warnings
+            opened.append(BenchedModel("", str(model), "transformers", notes, not opened, exported.model, warnings))
         else:
             checkpoint = open_checkpoint(model, settings, plain=True)
-            opened.append(BenchedModel("", checkpoint.name, "transformers", {}, not opened, checkpoint.model))
+            name, loaded, warnings = checkpoint.name, checkpoint.model, checkpoint.warnings
+            opened.append(BenchedModel("", name, "transformers", {}, not opened, loaded, warnings))
     if files[0] is not None and any(files[1:]):
         name = f"{opened[0].name} (llama.cpp)"
         opened.insert(1, BenchedModel("", name, "llama.cpp", {}, True, LlamaCpp(files[0])))
@@ -405,7 +409,7 @@ def _document(
     """The entries of `results.json`."""
     first: Any = entries[0].model
     digest = model_hash(first)
-    warnings = []
+    warnings = [f"{entry.label}: {text}" for entry in entries for text in entry.warnings]
     for entry in entries:
         if entry.original or isinstance(entry.model, LlamaCpp):
             continue

@@ -29,6 +29,7 @@ from fulldepth.execution import find_anatomy
 from fulldepth.execution.readers import LOWEST, prove_export
 from fulldepth.hf import (
     Anatomy,
+    Checkpoint,
     ModelCard,
     few_layers,
     is_offloaded,
@@ -440,6 +441,17 @@ def load(
     Raises:
         FulldepthError: if the folder is no export, or is broken.
     """
+    return load_export(directory, dtype=dtype, device=device, device_map=device_map).model
+
+
+def load_export(
+    directory: str | Path,
+    *,
+    dtype: str | torch.dtype | None = "auto",
+    device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
+) -> Checkpoint:
+    """The model of an export with the warnings of loading it; arguments and errors are those of `load`."""
     folder = Path(directory)
     path = Path(directory) / "config.json"
     config = read_json(path) if path.is_file() else None
@@ -454,8 +466,8 @@ def load(
     if is_decilm and checkpoint.warnings:  # weights that the class does not use
         raise FulldepthError(f"Cannot load a model from {folder}. {checkpoint.warnings[0]}")
     if is_ours and (message := warning_of_older_code(folder)) is not None:
-        warnings.warn(message, stacklevel=2)
-    return checkpoint.model
+        warnings.warn(message, stacklevel=3)
+    return checkpoint
 
 
 def warning_of_older_code(folder: Path) -> str | None:
