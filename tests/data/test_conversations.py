@@ -76,8 +76,13 @@ BAD = [
     ([{"messages": [{"role": "user"}]}], "message 1 has no 'content'"),
     *(
         ([{"messages": [{"role": "assistant", "content": "a", key: [{"name": "f"}]}]}], f"message 1 has '{key}'")
-        for key in ("tool_calls", "function_call")
+        for key in ("tool_calls", "function_call", "reasoning_content")
     ),
+    ([{"messages": CHAT, "tools": "f(x)"}], "row 1, 'tools' is no JSON: Expecting value"),
+    ([{"messages": CHAT, "tools": {"name": "f"}}], "row 1, 'tools' is of type dict, expected a list of functions"),
+    ([{"messages": CHAT, "tools": '["f"]'}], "row 1, 'tools', function 1 is of type str, expected a JSON object"),
+    ([{"messages": CHAT, "tools": [{"name": len}]}], "row 1, 'tools' is no JSON: .* not JSON serializable"),
+    ([{"messages": CHAT, "chat_template_kwargs": {"brief": True}}], "row 1 has 'chat_template_kwargs'"),
 ]
 
 

@@ -5,6 +5,7 @@ Their losses in batches: `execution.test_scoring`.
 
 import json
 
+import pandas as pd
 import pytest
 
 from data.conftest import jsonl, talk
@@ -12,6 +13,8 @@ from fulldepth.data import builtin_texts, open_source, prepare, train_tokenizer
 from fulldepth.data.conversations import conversations, encode_prompt
 from fulldepth.data.examples import read_examples, units
 from fulldepth.data.mixture import Mixture
+from fulldepth.skip.responses import read_prompts
+from fulldepth.skip.sampling import answered_pair
 from fulldepth.training.text import _encoded, chat_examples
 from refusals import refused
 from skip.word_tokenizer import (
@@ -98,6 +101,51 @@ def test_responses_are_those_that_transformers_marks():
         last_turn = len(told["input_ids"]) - len(TALK[stop - 1]["content"].split()) - 1
         mask = [bool(m) and i >= last_turn for i, m in enumerate(told["assistant_masks"])]
         assert (example.labels != NO).tolist() == mask
+
+
+FUNCTIONS = [{"name": "w50", "parameters": {"type": "object", "properties": {}}}, {"name": "w51"}]
+WITH_FUNCTIONS = "{% for f in tools or [] %}{{ f['name'] }} {% endfor %}{% if tools is not none %}w52 {% endif %}"
+GIVEN = (None, FUNCTIONS, [], FUNCTIONS[:1])
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_templates_are_given_the_functions_of_a_chat(tmp_path, several):
+    """Oracle: `apply_chat_template(messages, tools=tools)`, for all that reads chats: searches, measurements, training,
+    and prompts of responses. Of several templates it takes `tool_use` with functions. Only the second file has any."""
+    told = tokenizer({"default": MARKED, "tool_use": WITH_FUNCTIONS + MARKED} if several else WITH_FUNCTIONS + MARKED)
+    rows = [{"messages": TALK[:3], "tools": tools} for tools in GIVEN]
+    written = [{**row, "tools": json.dumps(row["tools"])} for row in rows]
+    pd.DataFrame([{"messages": TALK[:3]}]).to_parquet(tmp_path / "a.parquet")
+    pd.DataFrame(written[1:]).to_parquet(tmp_path / "b.parquet")
+    expected = [
+        told.apply_chat_template(TALK[:3], tools=tools, return_dict=True, return_assistant_tokens_mask=True)
+        for tools in GIVEN
+    ]
+    marked = [zip(row["input_ids"], row["assistant_masks"], strict=True) for row in expected]
+    labels = [[number if mask else NO for number, mask in pairs] for pairs in marked]
+    examples = [(row["input_ids"], row_labels) for row, row_labels in zip(expected, labels, strict=True)]
+    assert len({tuple(ids) for ids, _ in examples}) == len(GIVEN)
+    for data in (rows, written, tmp_path):
+        assert listed(both(read_examples(data, told, 64))) == examples
+        for limit in (None, len(GIVEN), len(GIVEN) - 1):
+            source = open_source(data, limit=limit, seed=1)
+            measured = prepare(source, task="causal-lm", tokenizer=told, sequence_length=64, vocab_size=96)
+            drawn = [example for example in examples if example in listed(measured.examples)]
+            assert listed(measured.examples) == drawn
+            assert len(drawn) == (limit or len(GIVEN))
+        kept = conversations(data, told)
+        made = _encoded(kept[:], list(range(len(kept))), tokenizer=told, length=64, name="rows")
+        assert list(zip(made["input_ids"], made["labels"], strict=True)) == examples
+        assert [tools if tools is None else json.loads(tools) for tools in kept["tools"]] == list(
+            GIVEN
+        )  # as TRL reads it
+        asked = [encode_prompt(told, prompt) for prompt in read_prompts(data, told)]
+        assert asked == [
+            told.apply_chat_template(TALK[:2], tools=tools, add_generation_prompt=True)["input_ids"] for tools in GIVEN
+        ]
+    [*_, prompt] = read_prompts(rows, told)
+    answered = answered_pair(told, prompt, ids(3), [])
+    assert listed(both(read_examples([answered] * 2, told, 64)))[0][0] == [*asked[-1], *ids(3)]
 
 
 def test_pairs_go_through_the_chat_template_too():

@@ -49,8 +49,13 @@ CHOICES: dict[str, Sequence[tuple[str, str | None]]] = {
     "pairs": PROMPT_COLUMNS,
 }
 """Kind of data -> the columns that it is read from, in order of preference."""
-RESPONSE_COLUMNS = (CUT_OFF, END, "input")
-"""Further columns by which a prompt (Alpaca's `input`) or a generated response is encoded, in rows that have them."""
+TOOLS = "tools"
+"""Column with the functions that the chat template of a chat is given, a list or its JSON text, as TRL reads it."""
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"
+"""TRL's column of further arguments of the chat template, which are not read."""
+RESPONSE_COLUMNS = (CUT_OFF, END, TOOLS, TEMPLATE_ARGUMENTS, "input")
+"""Further columns by which a prompt (Alpaca's `input`), a chat or a generated response is encoded, in rows that have
+them."""
 CONVERSATIONS = ("pairs", "chats")
 """Kinds of data whose responses are answers to prompts."""
 LABEL_COLUMNS = ("label", "labels", "fine_label", "Quality")

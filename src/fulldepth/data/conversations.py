@@ -9,12 +9,14 @@ all responses of a chat in one sequence, or in several where the template rewrit
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import islice
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import datasets
 from jinja2 import TemplateError
@@ -23,7 +25,18 @@ from fulldepth.core.errors import FulldepthError, names_of, one_line, unknown
 from fulldepth.core.files import reading
 from fulldepth.core.progress import Watcher
 from fulldepth.data.batches import Example
-from fulldepth.data.columns import CHAT_COLUMNS, CUT_OFF, END, PROMPT_COLUMNS, Rows, require_columns, text_value
+from fulldepth.data.columns import (
+    CHAT_COLUMNS,
+    CUT_OFF,
+    END,
+    PROMPT_COLUMNS,
+    TEMPLATE_ARGUMENTS,
+    TOOLS,
+    Rows,
+    require_columns,
+    text_value,
+    type_of_cell,
+)
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
 from fulldepth.data.tokens import Frame, plain_ids
@@ -35,7 +48,7 @@ ROLES = {role: role for role in ("system", "developer", "user", "assistant", "to
     "model": "assistant",
 }
 """Role in the data -> role in chat templates."""
-CALLS = ("tool_calls", "function_call")
+UNREAD = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
 """Entries of a message that chat templates write beside its content."""
 EXPECTED = " or ".join([*CHAT_COLUMNS, *(" + ".join(pair) for pair in PROMPT_COLUMNS)])
 PROBE = "fulldepth-response"
@@ -50,7 +63,17 @@ NAMED = 3
 """Too long sequences that a message names."""
 
 Message: TypeAlias = dict[str, str]
-Prompt: TypeAlias = str | list[Message]
+
+
+class PromptWithTools(TypedDict):
+    """The messages before the response, of a chat with functions."""
+
+    prompt: list[Message]
+    tools: str
+    """The functions that the chat template is given: a JSON list."""
+
+
+Prompt: TypeAlias = str | list[Message] | PromptWithTools
 """Plain text, or the messages before the response."""
 Score = Literal["responses", "all"]
 """Tokens of a conversation that are predicted: those of the responses, or all but the first of each sequence."""
@@ -70,7 +93,8 @@ def conversations(
     Args:
         data: as for `open_data`, without plain text. Rows hold `messages` (a list of `role` and `content`; ShareGPT's
             `conversations` with `from` and `value` also), or a prompt and a response in one of the pairs of columns
-            that `fulldepth measure` reads (`prompt` + `response`, ...).
+            that `fulldepth measure` reads (`prompt` + `response`, ...). The template of chats is given the functions
+            in the column `tools`, a list or its JSON text.
         tokenizer: with a chat template, which chats need, a pair becomes two messages. None = not known yet: pairs
             stay plain text.
         config: configuration of a Hub data set.
@@ -81,12 +105,13 @@ def conversations(
 
     Returns:
         Columns `messages`, or `prompt` and `completion` (TRL then computes the loss on the completion alone): both
-        texts, or both lists of messages; with generated responses also `cut_off` and `end`. White space separates plain
-        texts, a line end if there is none, so that the prompt's tokens are the same with and without the response.
+        texts, or both lists of messages; of chats with functions also `tools`, as JSON; with generated responses also
+        `cut_off` and `end`. White space separates plain texts, a line end if there is none, so that the prompt's tokens
+        are the same with and without the response.
 
     Raises:
-        FulldepthError: if there is nothing to read, rows are of another kind, a role is unknown, no row has a response,
-            or the data are chats and the tokenizer has no chat template.
+        FulldepthError: if there is nothing to read, rows are of another kind, a role is unknown, functions are no list
+            of JSON objects, no row has a response, or the data are chats and the tokenizer has no chat template.
     """
     opened = open_data(data, config=config, split=split, held_out=held_out, suffixes=TABLES)
     left_out: Counter[str] = Counter()
@@ -104,7 +129,7 @@ def conversations(
     messages = [{"role": text, "content": text}]
     for chunk in iter(lambda: list(islice(examples, CHUNK)), []):
         features = {key: text if isinstance(value, str) else messages for key, value in chunk[0].items()}
-        for name, kind in ((CUT_OFF, datasets.Value("bool")), (END, text)):
+        for name, kind in ((CUT_OFF, datasets.Value("bool")), (END, text), (TOOLS, text)):
             if any(name in example for example in chunk):
                 features[name] = kind
                 chunk = [{**example, name: example.get(name)} for example in chunk]
@@ -130,10 +155,13 @@ def read_conversations(rows: Rows, tokenizer: Any = None, *, chat: bool = True) 
         columns = columns or _columns(row, where)
         prompt = _prompt(row, where, columns, tokenizer, chat)
         response = columns[1]
+        is_chat = response is None or isinstance(row[columns[0]], list)
+        functions = _tools(row, where) if is_chat else None
+        tools = {} if functions is None else {TOOLS: functions}
         if response is None:
-            yield where, {"messages": prompt} if _answered(prompt[1:]) else {}
+            yield where, {"messages": prompt, **tools} if _answered(prompt[1:]) else {}
             continue
-        if isinstance(row[columns[0]], list):
+        if is_chat:
             completion: Any = _messages(row, where, response)
             answered = prompt and _answered(completion)
         else:
@@ -146,7 +174,7 @@ def read_conversations(rows: Rows, tokenizer: Any = None, *, chat: bool = True) 
                 prompt = _separated(prompt)
         ending = {key: row[key] for key, kind in ((CUT_OFF, bool), (END, str)) if isinstance(row.get(key), kind)}
         ending = ending if CUT_OFF in ending else {}  # `end` may be a column of other data
-        yield where, {"prompt": prompt, "completion": completion, **ending} if answered else {}
+        yield where, {"prompt": prompt, "completion": completion, **ending, **tools} if answered else {}
 
 
 def conversation_prompts(rows: Rows, tokenizer: Any, *, chat: bool = True) -> Iterator[tuple[str, Prompt]]:
@@ -161,10 +189,12 @@ def conversation_prompts(rows: Rows, tokenizer: Any, *, chat: bool = True) -> It
         columns = columns or _columns(row, where, answered=False)
         prompt = _prompt(row, where, columns, tokenizer, chat)
         if isinstance(prompt, str):
-            prompt = _separated(prompt)
-        elif columns[1] is None and prompt and prompt[-1]["role"] == "assistant":
+            yield where, _separated(prompt)
+            continue
+        if columns[1] is None and prompt and prompt[-1]["role"] == "assistant":
             prompt = prompt[:-1]
-        yield where, prompt
+        is_chat = isinstance(row[columns[0]], list)
+        yield where, with_tools(prompt, _tools(row, where) if is_chat else None)
 
 
 def _columns(row: Mapping[str, Any], where: str, *, answered: bool = True) -> tuple[str, str | None]:
@@ -177,11 +207,47 @@ def _columns(row: Mapping[str, Any], where: str, *, answered: bool = True) -> tu
     return columns
 
 
+def _tools(row: Mapping[str, Any], where: str) -> str | None:
+    """The functions that the template of a chat is given, as JSON; None if the row has none."""
+    if row.get(TEMPLATE_ARGUMENTS):
+        raise FulldepthError(
+            f"{where} has {TEMPLATE_ARGUMENTS!r}, which are not read, so the chat template would write another text. "
+            "Leave the row out, or set them in the template itself."
+        )
+    tools = row.get(TOOLS)
+    place = f"{where}, {TOOLS!r}"
+    try:
+        functions = json.loads(tools) if isinstance(tools, str) else tools
+        written = json.dumps(functions)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FulldepthError(f"{place} is no JSON: {one_line(str(error), 200)}.") from error
+    if functions is None:
+        return None
+    if not isinstance(functions, list):
+        raise FulldepthError(f"{place} is {type_of_cell(functions)}, expected a list of functions as JSON objects.")
+    for number, function in enumerate(functions, start=1):
+        if not isinstance(function, Mapping):
+            raise FulldepthError(f"{place}, function {number} is {type_of_cell(function)}, expected a JSON object.")
+    return written
+
+
+def with_tools(messages: list[Message], tools: str | None) -> Prompt:
+    """Messages, with functions if the chat has them."""
+    return messages if tools is None else {"prompt": messages, "tools": tools}
+
+
+def messages_and_tools(prompt: list[Message] | PromptWithTools) -> tuple[list[Message], str | None]:
+    """The parts of a prompt that `with_tools` joined."""
+    return (prompt, None) if isinstance(prompt, list) else (prompt["prompt"], prompt["tools"])
+
+
 def _answered(messages: Any) -> bool:
     return any(message["role"] == "assistant" and message["content"].strip() for message in messages)
 
 
-def _prompt(row: Mapping[str, Any], where: str, columns: tuple[str, str | None], tokenizer: Any, chat: bool) -> Prompt:
+def _prompt(
+    row: Mapping[str, Any], where: str, columns: tuple[str, str | None], tokenizer: Any, chat: bool
+) -> str | list[Message]:
     """The prompt of a row, or its whole chat."""
     column, response = columns
     require_columns(row, [column], where)
@@ -220,10 +286,10 @@ def _messages(row: Mapping[str, Any], where: str, column: str) -> list[Message]:
         role, content = (text_value(message[key], f"{place}, {key!r}") for key in keys)
         if role not in ROLES:
             raise unknown(f"role of {place}", role, ROLES)
-        if calls := [key for key in CALLS if message.get(key)]:
+        if unread := [key for key in UNREAD if message.get(key)]:
             raise FulldepthError(
-                f"{place} has {calls[0]!r}, but only role and content are read, so the call would be missing. Write it "
-                "into the content as the model's template does, or leave the row out."
+                f"{place} has {unread[0]!r}, but only role and content are read, so it would be missing. Write it into "
+                "the content as the model's template does, or leave the row out."
             )
         messages.append({"role": ROLES[role], "content": content})
     return messages
@@ -245,7 +311,8 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, where: str = "The prompt") -> 
     """Token ids after which a response follows; `FulldepthError` if the chat template refuses the messages."""
     if isinstance(prompt, str):
         return [*Frame.of(tokenizer, [prompt]).prefix, *plain_ids(tokenizer, prompt)]
-    return plain_ids(tokenizer, _render(tokenizer, prompt, where, answer=True))
+    messages, tools = messages_and_tools(prompt)
+    return plain_ids(tokenizer, _render(tokenizer, messages, where, answer=True, tools=tools))
 
 
 def encode_turns(tokenizer: Any, example: Mapping[str, Any], where: str) -> Iterator[EncodedTurn]:
@@ -364,7 +431,7 @@ def _turns(example: Mapping[str, Any], where: str) -> Iterator[tuple[Any, Any]]:
             raise FulldepthError(f"{where} has an empty response, message {index + 1}. Leave it out.")
         if not any(message["content"].strip() for message in messages[:index]):
             raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
-        yield messages[:index], messages[index]
+        yield with_tools(messages[:index], example.get(TOOLS)), messages[index]
 
 
 def encode_pair(
@@ -394,14 +461,16 @@ def encode_pair(
         after = list(Frame.of(tokenizer, [prompt]).suffix)
         return encode_prompt(tokenizer, prompt), _ids_behind(tokenizer, prompt, response), after
     assert not isinstance(response, str)
-    opening = _render(tokenizer, prompt, where, answer=True)
+    messages, tools = messages_and_tools(prompt)
+    render = partial(_render, tokenizer, where=where, tools=tools)
+    opening = render(messages, answer=True)
     content = response["content"]
     if cut_off:
         text = content
     elif cut_off is False:
-        text = content + (end or _end_of_turn(tokenizer, prompt, response, where))
+        text = content + (end or _end_of_turn(render, messages, response, where))
     else:
-        text = _answer(tokenizer, prompt, response, opening, where)
+        text = _answer(render, messages, response, opening, where)
     answer = _ids_behind(tokenizer, opening, text)
     if not cut_off:
         answer = _without_white_space(tokenizer, answer)
@@ -425,21 +494,21 @@ def _without_white_space(tokenizer: Any, answer: list[int]) -> list[int]:
     return answer[:last] if last and answer[last - 1] in marks else answer
 
 
-def _answer(tokenizer: Any, prompt: list[Message], response: Message, opening: str, where: str) -> str:
+def _answer(render: Callable[..., str], prompt: list[Message], response: Message, opening: str, where: str) -> str:
     """The text after `opening`, the generation prompt, of a response that was not generated; as `encode_pair`."""
-    full = _render(tokenizer, [*prompt, response], where, answer=False)
+    full = render([*prompt, response], answer=False)
     start = _common(opening, full)
     content = response["content"].strip()
     if start == len(opening):
         written, before, text = ("".join(part.split()) for part in (full, opening, content))
         if written.rfind(text) + len(text) > len(before):  # all of the response, white space aside
             return full[start:]
-    elif start < len(_render(tokenizer, prompt, where, answer=False).rstrip()):
+    elif start < len(render(prompt, answer=False).rstrip()):
         raise FulldepthError(
             f"{where}: the tokenizer's chat template writes the prompt differently once a response follows, so it "
             "is not known where the response begins. Use another chat template, or prompt and response as text."
         )
-    mark = opening[_common(opening, _probed(tokenizer, prompt, response, where)) :].strip()  # such as <think>
+    mark = opening[_common(opening, _probed(render, prompt, response)) :].strip()  # such as <think>
     close = mark[:1] + "/" + mark[1:]
     if CLOSED.search(mark):  # the answer follows reasoning that is switched off
         content = response["content"]
@@ -451,20 +520,20 @@ def _answer(tokenizer: Any, prompt: list[Message], response: Message, opening: s
             f"response with reasoning, which begins with this mark or has {one_line(repr(close), 60)} behind it. Add "
             "it, let the model write the responses (--generate-responses), or use another chat template."
         )
-    return content + _end_of_turn(tokenizer, prompt, response, where)
+    return content + _end_of_turn(render, prompt, response, where)
 
 
-def _end_of_turn(tokenizer: Any, prompt: list[Message], response: Message, where: str) -> str:
+def _end_of_turn(render: Callable[..., str], prompt: list[Message], response: Message, where: str) -> str:
     """Return the text that the chat template writes after a response."""
-    full = _probed(tokenizer, prompt, response, where)
+    full = _probed(render, prompt, response)
     if PROBE not in full:
         raise FulldepthError(f"{where}: the chat template rewrites the response, so its end is not known.")
     return full[full.rfind(PROBE) + len(PROBE) :]
 
 
-def _probed(tokenizer: Any, prompt: list[Message], response: Message, where: str) -> str:
+def _probed(render: Callable[..., str], prompt: list[Message], response: Message) -> str:
     """The rendered messages with `PROBE` as the response."""
-    return _render(tokenizer, [*prompt, {**response, "content": PROBE}], where, answer=False)
+    return render([*prompt, {**response, "content": PROBE}], answer=False)
 
 
 def _common(first: str, second: str) -> int:
@@ -519,9 +588,10 @@ def reasoning_mark(tokenizer: Any) -> str:
     return mark.group().strip() if mark else ""
 
 
-def _render(tokenizer: Any, messages: list[Message], where: str, *, answer: bool) -> str:
+def _render(tokenizer: Any, messages: list[Message], where: str, *, answer: bool, tools: str | None = None) -> str:
+    functions = {} if tools is None else {TOOLS: json.loads(tools)}
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer, **functions)
         return text
     except TemplateError as error:
         reason = one_line(str(error), 300)

@@ -22,7 +22,7 @@ from huggingface_hub import HfApi
 from fulldepth.core.errors import FulldepthError, one_line, unknown
 from fulldepth.core.files import reading, reading_each, sha256_of
 from fulldepth.data.coco import coco_rows
-from fulldepth.data.columns import IMAGE_COLUMNS, Choice, column_texts, text_column
+from fulldepth.data.columns import IMAGE_COLUMNS, RESPONSE_COLUMNS, Choice, column_texts, text_column
 from fulldepth.data.corpus import BUILTIN, CORPUS, END_OF_TEXT
 from fulldepth.data.files import SUFFIXES, count_rows, folder_files, parquet_classes, read_rows, text_lines
 from fulldepth.data.images import SPLITS, StoredImage, folder_images, image_value
@@ -146,8 +146,9 @@ class Opened:
         """
         characters = (window or 0) * limit * TOKEN_CHARACTERS
 
-        def choose(*_: Any) -> Sequence[str]:
-            return columns
+        def choose(names: Iterable[str], _: str) -> Sequence[str]:
+            further = [name for name in names if name in RESPONSE_COLUMNS]  # the first file may lack them
+            return list(dict.fromkeys([*columns, *further]))
 
         if self.is_stream or order == "first":
             shuffles = order == "random" and limit > 1

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import read_document, sha256_of, sha256_of_file, write_text
 from fulldepth.core.progress import Watcher
-from fulldepth.data.conversations import Prompt, as_prompt, conversation_prompts, encode_prompt
+from fulldepth.data.conversations import Prompt, as_prompt, conversation_prompts, encode_prompt, messages_and_tools
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
 from fulldepth.hf import end_tokens, unused_positions
@@ -62,8 +62,9 @@ class Responses(NamedTuple):
 
     pairs: list[dict[str, Any]]
     """`prompt` and `response`, for `read_examples`: both texts, or both lists of messages, special tokens included;
-    `cut_off` is true where the limit of tokens ended the response, so that no loss is put on an end that the model did
-    not choose. `end` is the text of the token by which the model ended the others."""
+    `tools` of prompts with functions. `cut_off` is true where the limit of tokens ended the response, so that no loss
+    is put on an end that the model did not choose. `end` is the text of the token by which the model ended the
+    others."""
     settings: dict[str, Any]
     """Settings of the generation, and counts of responses; plain values for a plan's `data`."""
 
@@ -71,7 +72,7 @@ class Responses(NamedTuple):
 def read_prompts(
     data: Any, tokenizer: Any, limit: int | None = None, seed: int = 0, *, chat: bool = True
 ) -> list[Prompt]:
-    """The prompts of rows; their responses, if any, are ignored.
+    """The prompts of rows, those of chats with the functions in the column `tools`; responses, if any, are ignored.
 
     Args:
         data: pairs as for `read_examples`; a row may also hold only a prompt. The prompt of a chat is everything
@@ -111,7 +112,7 @@ def generate_responses(
     Args:
         model: a causal language model; runs in evaluation mode, which is restored on leaving.
         tokenizer: the model's, with its chat template if it has one.
-        prompts: texts or lists of messages (see `read_prompts`).
+        prompts: texts, lists of messages, or mappings with these as `prompt` and with `tools` (see `read_prompts`).
         settings: fields of `Sampling` as keywords, or an instance.
         watcher: receives progress, and messages on empty and unfinished responses.
 
@@ -254,5 +255,5 @@ def respond(
 
 
 def _has_text(prompt: Prompt) -> bool:
-    parts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    parts = [prompt] if isinstance(prompt, str) else [message["content"] for message in messages_and_tools(prompt)[0]]
     return any(part.strip() for part in parts)

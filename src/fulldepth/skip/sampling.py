@@ -116,7 +116,7 @@ def answered_pair(tokenizer: Any, prompt: Prompt, body: list[int], end: list[int
 
     Args:
         tokenizer: the model's.
-        prompt: a text or messages; the answer takes the same form.
+        prompt: a text or messages, also with functions; the answer is a text or messages as it is.
         body: tokens of the answer.
         end: the token that ended it; empty if the answer was cut off.
 
@@ -128,7 +128,8 @@ def answered_pair(tokenizer: Any, prompt: Prompt, body: list[int], end: list[int
     text = written_text(tokenizer, body)
     response = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
     ending = {END: written_text(tokenizer, end)} if end else {}
-    return {"prompt": prompt, "response": response, CUT_OFF: not end, **ending}
+    row = prompt if isinstance(prompt, dict) else {"prompt": prompt}
+    return {**row, "response": response, CUT_OFF: not end, **ending}
 
 
 class GumbelNoise(LogitsProcessor):

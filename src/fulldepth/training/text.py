@@ -27,7 +27,7 @@ from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import counted, sample
 from fulldepth.data import builtin_texts, conversations, open_documents, pack, train_tokenizer, train_wordpiece
 from fulldepth.data.batches import Example, padded_batch
-from fulldepth.data.conversations import CUT_OFF, END, encode_pair
+from fulldepth.data.conversations import CUT_OFF, END, TOOLS, encode_pair, with_tools
 from fulldepth.data.packing import holds_tokens
 from fulldepth.hf import checkpoint_of, evaluating, find_tokenizer, load_tokenizer
 from fulldepth.settings.train import TrainSettings
@@ -390,9 +390,9 @@ def _encoded(
             prompt = rows["prompt"][place]
             messages = [*prompt, *rows["completion"][place]]
             first = len(prompt)
-        cut_off, end = (rows[key][place] if key in rows else None for key in (CUT_OFF, END))
+        cut_off, end, tools = (rows[key][place] if key in rows else None for key in (CUT_OFF, END, TOOLS))
         where = f"{name} conversation {number + 1}"
-        for ids, labels in chat_examples(tokenizer, messages, where, first, cut_off=cut_off, end=end):
+        for ids, labels in chat_examples(tokenizer, messages, where, first, cut_off=cut_off, end=end, tools=tools):
             answered = any(label != IGNORE for label in labels[:length])
             for key, value in zip(examples, (ids[:length], labels[:length], number, len(ids), answered), strict=True):
                 examples[key].append(value)
@@ -407,6 +407,7 @@ def chat_examples(
     *,
     cut_off: bool | None = None,
     end: str | None = None,
+    tools: str | None = None,
 ) -> list[tuple[list[int], list[int]]]:
     """Return token ids and labels of a chat, as one example or several.
 
@@ -420,12 +421,14 @@ def chat_examples(
         first: index of the first message that may be a response with labels.
         cut_off: argument of `encode_pair`.
         end: argument of `encode_pair`.
+        tools: functions that the template is given, a JSON list; None if the chat has none.
     """
     examples: list[tuple[list[int], list[int]]] = []
     for place in range(first, len(messages)):
         if messages[place]["role"] != "assistant" or not messages[place]["content"].strip():
             continue
-        prompt, answer, _ = encode_pair(tokenizer, messages[:place], messages[place], where, cut_off=cut_off, end=end)
+        earlier_messages = with_tools(messages[:place], tools)
+        prompt, answer, _ = encode_pair(tokenizer, earlier_messages, messages[place], where, cut_off=cut_off, end=end)
         ids = [*prompt, *answer]
         labels = [*[IGNORE] * len(prompt), *answer]
         if examples and prompt[: len(examples[-1][0])] == examples[-1][0]:
