@@ -52,6 +52,19 @@ def test_text_is_that_of_transformers(run, checkpoint, options):
     assert "9 tokens in" in result.stderr
 
 
+def test_prompts_are_padded_although_the_padding_token_has_no_embedding(checkpoint):
+    """Padding is masked, so the text is that of each prompt alone, and that of a tokenizer with a known padding."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    model.resize_token_embeddings(len(tokenizer))
+    prompts = [PROMPT, " ".join(PROMPT.split()[:1])]
+    options = {"tokenizer": tokenizer, "max_new_tokens": 9}
+    expected = exit.generate(model, prompts, **options).texts
+    assert expected == [exit.generate(model, prompt, **options).texts[0] for prompt in prompts]
+    tokenizer.add_special_tokens({"pad_token": "[NEW]"})
+    assert exit.generate(model, prompts, **options).texts == expected
+
+
 def test_python_continues_texts_too(checkpoint):
     tokenizer, model = (
         AutoTokenizer.from_pretrained(checkpoint),

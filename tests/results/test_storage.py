@@ -185,6 +185,7 @@ def column(name, values, file=TABLE):
         (table(GROUPS, lambda rows: rows.drop_columns(["group_3"])), "3 groups"),
         (column("group_2", ["a", "b", "c"], GROUPS), "group_2"),
         (column("layer", [1, 2, 2], GROUPS), "several entries"),
+        (table(TABLE, lambda rows: pa.concat_tables([rows, rows.slice(1, 1)])), "several rows for one number"),
         (column("layer", [1, 2, 900], GROUPS), "layer 900"),
     ],
 )

@@ -70,6 +70,11 @@ def test_weights_from_a_seed_are_those_of_transformers():
         ({**SIZES, "hidden_size": "wide"}, {}, ["hidden_size", "int"]),
         ({**SIZES, "type": "depth_llama", "residual": "tree", "tree": {"1": [2, 0]}}, {}, ["tree", "layer 1 reads 2"]),
         ({**SIZES, "vocab_size": 50}, {"vocab_size": 51}, ["51 tokens", "50 embeddings"]),
+        (
+            {**SIZES, "vocab_size": 50},
+            {"vocab_size": 51, "positions": 8, "special_tokens": {"pad_token_id": 50}},
+            ["51 tokens", "50 embeddings"],
+        ),
         ({**SIZES, "max_position_embeddings": 8}, {"positions": 9}, ["9 tokens", "8 positions"]),
         ({"type": "big_bird", "is_decoder": True, "block_size": 2}, {"positions": 23}, ["more than 22 tokens"]),
     ],

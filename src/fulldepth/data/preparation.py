@@ -35,6 +35,7 @@ from fulldepth.data.tokens import (
     check_vocabulary,
     encode_texts,
     leading_ids,
+    padding_id,
     plain_ids,
 )
 
@@ -214,8 +215,7 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         missing = sorted(set(range(len(plan.words))).difference(*marks))
         warnings += [f"The word {plan.words[index]!r} occurs nowhere in the sequences." for index in missing]
     targets = {"causal-lm": next_targets, "masked-lm": torch.clone if masks else None, SEQ2SEQ: torch.clone}.get(task)
-    pads = (plan.pad_id, tokenizer.pad_token_id)  # padding is masked, but its id must exist in the model
-    pad = next((pad for pad in pads if pad is not None and 0 <= pad < (plan.vocab_size or pad + 1)), 0)
+    pad = padding_id((plan.pad_id, tokenizer.pad_token_id), plan.vocab_size)
     fingerprint = Fingerprint(task)
     for example in examples:
         masked_ids = example.input_ids if example.masked_ids is None else example.masked_ids

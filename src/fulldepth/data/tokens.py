@@ -87,6 +87,15 @@ def check_vocabulary(highest: int, tokenizer: Any, vocab_size: int | None) -> li
     return []
 
 
+def padding_id(candidates: Iterable[int | None], vocab_size: int | None) -> int:
+    """The first of the ids that the model's vocabulary of `vocab_size` (None = any) has, else 0.
+
+    Padding is masked, but the model must have its embedding; a tokenizer may have gained its padding token later.
+    """
+    ids = [number for number in candidates if isinstance(number, int) and number >= 0]
+    return next((number for number in ids if vocab_size is None or number < vocab_size), 0)
+
+
 def check_positions(length: int, max_positions: int | None) -> None:
     """Refuse sequences that are longer than the model's positions (None = any)."""
     if max_positions is not None and length > max_positions:

@@ -25,6 +25,7 @@ from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import identity
 from fulldepth.data.drawing import block_clusters, draw_windows
 from fulldepth.data.opening import PIECES, open_data, sampled_texts
+from fulldepth.data.tokens import padding_id
 from fulldepth.evaluation.embedding import Embedder
 from fulldepth.evaluation.harness import Answers, LayerReader
 from fulldepth.evaluation.model import EvaluatedModel
@@ -199,7 +200,7 @@ class Quality:
         likelihoods: list[float] = []
         device = subject.device
         ends = end_tokens(model)
-        padding = next((p for p in (subject.tokenizer.pad_token_id, *ends) if p is not None), 0)
+        padding = padding_id((subject.tokenizer.pad_token_id, *ends), subject.anatomy.vocab_size)
         seeded = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
         with seeded, plain_generation(model):
             torch.manual_seed(self.settings.seed or 0)

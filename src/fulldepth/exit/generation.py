@@ -18,9 +18,10 @@ from fulldepth.core.progress import Watcher
 from fulldepth.data import decode_ids
 from fulldepth.data.columns import list_of_texts
 from fulldepth.data.conversations import encode_prompt
+from fulldepth.data.tokens import padding_id
 from fulldepth.execution.decoding import Decoder, Generation, Options, Stats
 from fulldepth.execution.latency import machine
-from fulldepth.hf import device_of
+from fulldepth.hf import Anatomy, device_of
 from fulldepth.results import Results, claimed, provenance
 from fulldepth.results.document import Finding
 from fulldepth.results.folder import finite
@@ -160,7 +161,7 @@ def generate(
     decoder = model if isinstance(model, Decoder) else Decoder(model)
     if not texts:
         return decoder.generate(given, attention_mask, max_new_tokens=max_new_tokens, **options)
-    ids, mask = _encode(tokenizer, given, chat, device_of(decoder.anatomy.model))
+    ids, mask = _encode(tokenizer, given, chat, decoder.anatomy)
     generation = decoder.generate(ids, mask, max_new_tokens=max_new_tokens, **options)
     new = zip(generation.sequences[:, ids.shape[1] :].tolist(), generation.stats.new_tokens, strict=True)
     return replace(
@@ -168,7 +169,7 @@ def generate(
     )
 
 
-def _encode(tokenizer: Any, prompts: Sequence[str], chat: bool | None, device: torch.device) -> tuple[Tensor, Tensor]:
+def _encode(tokenizer: Any, prompts: Sequence[str], chat: bool | None, anatomy: Anatomy) -> tuple[Tensor, Tensor]:
     """Token ids of the prompts and their mask, `[B, P]` each, padded on the left.
 
     A prompt is put into the chat template if asked, or by default if there is one.
@@ -182,8 +183,8 @@ def _encode(tokenizer: Any, prompts: Sequence[str], chat: bool | None, device: t
         row = encode_prompt(tokenizer, [{"role": "user", "content": prompt}] if as_chat else prompt, f"Prompt {number}")
         if not row:
             raise FulldepthError(f"Prompt {number} has no tokens.")
-        rows.append(torch.tensor(row, device=device))
-    padding = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
+        rows.append(torch.tensor(row, device=device_of(anatomy.model)))
+    padding = padding_id([tokenizer.pad_token_id], anatomy.vocab_size)
     ids = pad_sequence(rows, True, padding, "left")
     return ids, pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left")
 

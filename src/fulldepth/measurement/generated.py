@@ -16,6 +16,7 @@ from fulldepth.data import Sequences, decode_ids
 from fulldepth.data.batches import Example, collate_texts, id_bytes
 from fulldepth.data.conversations import encode_prompt
 from fulldepth.data.records import TextRecord
+from fulldepth.data.tokens import padding_id
 from fulldepth.hf import end_tokens, logits_of
 from fulldepth.subject import Subject
 
@@ -71,6 +72,7 @@ def continued(
                 break
         watcher.say(f"The model continues: {decode_ids(tokenizer, ids[start:])!r}")
         examples.append(Example.of(ids, start, len(ids), document=number))
+    padding = padding_id([tokenizer.pad_token_id], subject.anatomy.vocab_size)
     fingerprint = Fingerprint("causal-lm")
     for example in examples:
         fingerprint.add(id_bytes(example.input_ids))
@@ -81,7 +83,7 @@ def continued(
         task="causal-lm",
         hash=str(fingerprint),
         examples=examples,
-        collate=partial(collate_texts, examples, pad_id=tokenizer.pad_token_id or 0, targets=next_targets),
+        collate=partial(collate_texts, examples, pad_id=padding, targets=next_targets),
         lengths=[len(example) for example in examples],
         num_targets=sum(example.predicted for example in examples),
         clusters=[example.document for example in examples],

@@ -23,7 +23,7 @@ from fulldepth.core.progress import Watcher
 from fulldepth.reporting.kinds import EXIT, KINDS, TOGETHER, Kind
 from fulldepth.results import document, influences, table
 from fulldepth.results.document import Finding
-from fulldepth.results.table import select_values
+from fulldepth.results.table import REAL, select_values
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -312,8 +312,9 @@ def finite(value: Any) -> Any:
 def contradictions(meta: Mapping[str, Any], table: pd.DataFrame, groups: pd.DataFrame | None = None) -> Iterator[str]:
     """Yield every contradiction between a document, its table and its influences (`groups`), as a clause.
 
-    Contradictions are: a kind that no result folder has, a missing column or entry, more layers in the table than in
-    the model, counts by layer for another depth than the model's, or influences of another number of groups.
+    Contradictions are: a kind that no result folder has, a missing column or entry, several rows for one number, more
+    layers in the table than in the model, counts by layer for another depth than the model's, or influences of another
+    number of groups.
     """
     name = str(meta.get("kind"))
     kind = KINDS.get(name, Kind(name, "", ""))
@@ -324,6 +325,10 @@ def contradictions(meta: Mapping[str, Any], table: pd.DataFrame, groups: pd.Data
         yield f"{TOGETHER!r} is the kind of a page, not of a result folder"
     if missing := [column for column in kind.columns if column not in table.columns]:
         yield f"results of kind {name} lack the columns {', '.join(missing)}"
+    numbers = table[[column for column in table.columns if column not in (*REAL, "count", "unit")]]
+    if len(repeated := numbers[numbers.duplicated()]):
+        where = ", ".join(str(value) for value in repeated.iloc[0] if not pd.isna(value))
+        yield f"the table has several rows for one number: {one_line(where, 200)}"
     if name == "comparison":
         if not meta.get("models"):
             yield "a comparison lacks the entry `models`"

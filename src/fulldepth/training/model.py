@@ -198,6 +198,7 @@ def build_config(
             }
             options = outside | sizes | ids | given
             config = kind(**options)
+            _check_embeddings(config, vocab_size)  # before the class is built, which fails on padding without one
             if POSITIONS in sizes and POSITIONS not in given:
                 config = kind(**options | {POSITIONS: sizes[POSITIONS] + _number_from(unused_positions, config, task)})
         else:
@@ -205,6 +206,7 @@ def build_config(
             identity = ("model_type", "architectures", "auto_map", "_name_or_path")  # of the checkpoint and its code
             options = {name: value for name, value in base.to_dict().items() if name not in identity}
             config = kind.from_dict(options | changes)
+            _check_embeddings(config, vocab_size)
             if task == "causal-lm" and stores_apart(str(model.checkpoint), meta_model(config, task)):
                 if changes.get(TIED):
                     raise FulldepthError(
@@ -218,7 +220,7 @@ def build_config(
         raise FulldepthError(f"The settings do not describe a {kind.model_type}: {_reason(error)}") from error
     make_plain(config)
     withdraw_promises(config, ())  # no class of transformers trains such layers
-    _check_sizes(config, task, vocab_size, positions)
+    _check_sizes(config, task, positions)
     if not config.architectures:  # some types have several classes for a task, such as DeiT with one head or two
         kinds = HEADS[task].mapping[type(config)]
         config.architectures = [(kinds[0] if isinstance(kinds, list | tuple) else kinds).__name__]
@@ -377,8 +379,18 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> typ
     return kind
 
 
-def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, positions: int | None) -> None:
-    """Refuse a language model that reads later tokens, and one with too few embeddings or positions."""
+def _check_embeddings(config: PreTrainedConfig, vocab_size: int | None) -> None:
+    """Refuse a model with fewer embeddings than the tokenizer has tokens."""
+    embeddings = getattr(config.get_text_config(), "vocab_size", None)
+    if vocab_size is not None and embeddings is not None and embeddings < vocab_size:
+        raise FulldepthError(
+            f"The tokenizer has {vocab_size:,} tokens, but the model has {embeddings:,} embeddings (model.vocab_size); "
+            "it needs one for each token."
+        )
+
+
+def _check_sizes(config: PreTrainedConfig, task: str, positions: int | None) -> None:
+    """Refuse a language model that reads later tokens, and one with too few positions."""
     if task == "causal-lm" and reads_later_tokens(config, HEADS[task].mapping[type(config)]):
         raise FulldepthError(
             f"A {config.model_type} reads the tokens that it should predict. Set model.is_decoder=true or another task."
@@ -389,12 +401,6 @@ def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, po
     if isinstance(image, int) and isinstance(patch, int) and image < patch:
         raise FulldepthError(f"model.image_size is {image}. Expected at least model.patch_size, which is {patch}.")
     text = config.get_text_config()  # differs from `config` for models that also read images
-    embeddings = getattr(text, "vocab_size", None)
-    if vocab_size is not None and embeddings is not None and embeddings < vocab_size:
-        raise FulldepthError(
-            f"The tokenizer has {vocab_size:,} tokens, but the model has {embeddings:,} embeddings (model.vocab_size); "
-            "it needs one for each token."
-        )
     room = getattr(text, POSITIONS, None)
     # XLNet's -1 means no limit
     if positions and room and 0 < room < positions + (unused := _number_from(unused_positions, config, task)):
