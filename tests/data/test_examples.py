@@ -49,6 +49,18 @@ def test_texts_of_every_kind_in_a_folder_are_read(tmp_path):
     assert counts[0] == counts[1] > 8
 
 
+def test_an_instruction_and_its_input_are_one_prompt_to_every_reader():
+    """Of Alpaca: rows that differ in the input alone are different texts, also to an encoder-decoder."""
+    rows = [{"instruction": words(3), "input": words(number), "output": words(9)} for number in range(4, 9)]
+    source = open_source(rows)
+    assert [record.prompt for record in source.records] == [f"{words(3)}\n\n{row['input']}" for row in rows]
+    assert len({record.content for record in source.records}) == len(rows)
+    assert source.hash != open_source([{**rows[0], "input": ""}, *rows[1:]]).hash
+    (first, *_), plain = conversations(rows), conversations([{**rows[0], "input": ""}])
+    assert first["prompt"].strip() == source.records[0].prompt
+    assert plain[0]["prompt"].strip() == words(3)
+
+
 def both(examples):
     """All examples in the order of the rows that they come from."""
     return sorted([*examples.train, *examples.heldout], key=lambda example: example.document)

@@ -142,7 +142,10 @@ def test_errors_sum_by_document_whatever_the_order_and_the_labels():
 
 
 def test_a_curve_has_no_target_and_nothing_that_describes_one():
-    for options, name in (({"target_speedup": 1.2}, "--set target_speedup"), ({"decode_share": 0.5}, "--set decode_share")):
+    for options, name in (
+        ({"target_speedup": 1.2}, "--set target_speedup"),
+        ({"decode_share": 0.5}, "--set decode_share"),
+    ):
         with refused(f"has no target; leave {name} out"):
             layer(CurveSettings, options)
     assert layer(CurveSettings, {"decode_share": 1.0}).decode_share == 1.0

@@ -126,6 +126,14 @@ def column_texts(rows: Rows, column: str | None = None) -> Iterator[str]:
         yield text_value(row[column], f"{where}, {column!r}")
 
 
+def prompt_text(row: Mapping[str, Any], columns: tuple[str, str | None], where: str) -> str:
+    """The text of a row's prompt; of an instruction with an input (Alpaca), both, with an empty line between them."""
+    prompt = text_value(row[columns[0]], f"{where}, {columns[0]!r}")
+    if columns == ("instruction", "output") and row.get("input"):
+        prompt += "\n\n" + text_value(row["input"], f"{where}, 'input'")
+    return prompt
+
+
 def require_columns(row: Mapping[str, Any], columns: Iterable[str | None], where: str) -> None:
     """Refuse a row that lacks one of the columns."""
     for column in columns:

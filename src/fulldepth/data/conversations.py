@@ -33,6 +33,7 @@ from fulldepth.data.columns import (
     TEMPLATE_ARGUMENTS,
     TOOLS,
     Rows,
+    prompt_text,
     require_columns,
     text_value,
     type_of_cell,
@@ -258,9 +259,7 @@ def _prompt(
                 "its chat_template, or give prompts and responses as plain text."
             )
         return _messages(row, where, column)
-    prompt = text_value(row[column], f"{where}, {column!r}")
-    if columns == ("instruction", "output") and row.get("input"):  # Alpaca
-        prompt += "\n\n" + text_value(row["input"], f"{where}, 'input'")
+    prompt = prompt_text(row, columns, where)
     templated = chat and tokenizer is not None and tokenizer.chat_template
     return [{"role": "user", "content": prompt}] if templated else prompt
 

@@ -19,6 +19,7 @@ from fulldepth.data.columns import (
     Columns,
     choose_columns,
     clean_text,
+    prompt_text,
     require_columns,
     text_value,
 )
@@ -228,7 +229,8 @@ def _conversation(row: Mapping[str, Any], columns: Columns, where: str) -> Conve
     conversation = {name: row[name] for name in (*columns.required, *RESPONSE_COLUMNS) if name in row}
     if columns.second is None or isinstance(row[columns.first], list):
         return ConversationRecord(conversation=conversation, where=where)
-    prompt, response = (text_value(row[name], f"{where}, {name!r}") for name in (columns.first, columns.second))
+    prompt = prompt_text(row, (columns.first, columns.second), where)
+    response = text_value(row[columns.second], f"{where}, {columns.second!r}")
     return ConversationRecord(prompt=prompt, response=response, conversation=conversation, where=where)
 
 
