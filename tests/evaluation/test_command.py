@@ -280,7 +280,6 @@ def own_task(data):
         ("--tasks piqa_local --set gen_kwargs=max_gen_toks=8", "gen_kwargs"),
         ("--tasks piqa_local --apply-chat-template", "chat template"),
         ("--tasks piqa_local --top-p 0.5", "--top-p has no effect without --generation-quality"),
-        ("--generation-quality texts.txt --limit 5", "--limit has no effect without --tasks"),
         ("--tasks piqa_local --embedder absent", "--embedder has no effect without --generation-quality"),
         ("--tasks piqa_local --task-data absent", "piqa_valid.jsonl"),
     ],

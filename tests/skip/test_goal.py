@@ -8,20 +8,27 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import tiny_models as tm
 from families import zoo
+from fulldepth.core.distributed import Processes
 from fulldepth.execution.flops import Costs
 from fulldepth.execution.latency import Runner, Trial
+from fulldepth.execution.scoring import ScoredBatch
 from fulldepth.hf import Block
+from fulldepth.hf.caches import CACHE
 from fulldepth.skip import search
 from fulldepth.skip.elimination import chain, eliminate, exchange
 from fulldepth.skip.goal import Goal, count_goal
+from fulldepth.skip.loss_cache import LossCache
 from refusals import refused
 from skip import plain
-from skip.known_losses import cache_of
+from skip.known_losses import Scorer, cache_of
 
 OPTIONS = {"fit": False, "search": "exact", "exchanges": 0.0}
+CACHED = 6
+"""Tokens of a context whose cache is compared, fewer than a window holds."""
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +210,71 @@ def test_a_target_of_the_cache_counts_keys_and_values(examples):
     assert plan.cost["target"]["gains"] == pytest.approx(gains)
     with refused("target_cache counts keys and values.*LinearAttentionLayer"):
         search(zoo.build("qwen3_next", "causal-lm"), examples, target_cache=0.9, **OPTIONS)
+
+
+@pytest.mark.parametrize("family", ["gemma4_unified", "gemma4_text", "minicpm3"])
+def test_layers_may_cache_keys_and_values_of_other_widths(family, examples):
+    """Gemma 4's global layers have wider heads; the bytes are those of the model's own cache of a row."""
+    model = zoo.build(family, "causal-lm")
+    ids = torch.arange(3, 3 + CACHED)[None]
+    cache = dict(model(ids, use_cache=True))[CACHE]
+    held = [sum(state.nbytes for state in (layer.keys, layer.values) if state is not None) for layer in cache.layers]
+    options = {"fit": False, "search": "last", "granularity": "layer", "context": CACHED}
+    plan = search(model, examples, target_cache=1 - 0.9 * min(filter(None, held)) / sum(held), **options)
+    gains = [held[layer - 1] / sum(held) for layer in plan.blocks if held[layer - 1]]
+    assert plan.cost["target"]["gains"] == pytest.approx(gains)
+
+
+def test_a_model_that_caches_no_keys_and_values_has_no_target_of_the_cache(examples):
+    with refused(
+        "target_cache counts keys and values, and the cache of a .* holds none|other than|not keys and values"
+    ):
+        search(zoo.build("rwkv", "causal-lm"), examples, target_cache=0.9, granularity="layer", **OPTIONS)
+
+
+def test_bytes_are_those_that_a_quantised_model_stores(examples):
+    """The matrices of blocks hold a byte for each weight and a float32 for each row, everything else float32."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = tm.build("llama")
+
+    def stored(module, row_bytes):
+        blocks = model.model.layers.modules()
+        packed = {id(part.weight) for part in blocks if isinstance(part, nn.Linear)}
+        weights = {id(weight): weight for weight in module.parameters()}
+        return sum(w.numel() + row_bytes * len(w) if n in packed else 4 * w.numel() for n, w in weights.items())
+
+    attention = model.model.layers[0].self_attn
+    # A byte a row more in versions of torchao that keep zero points.
+    shares = [stored(attention, row_bytes) / stored(model, row_bytes) for row_bytes in (4, 5)]
+    quantization.quantize_(model.model.layers, quantization.Int8WeightOnlyConfig())
+    plan = search(model, examples, target_bytes=0.97, granularity="attention", fit=False, search="last")
+    (gain,) = set(plan.cost["target"]["gains"])
+    assert gain in [pytest.approx(share) for share in shares]
+
+
+def test_an_exchange_by_another_criterion_adds_no_more_loss_than_is_allowed():
+    """Of four blocks 1 and 2 are the cheapest by loss; by divergence, which chooses, 3 is cheaper than 2."""
+    divergences = {1: 0.1, 2: 0.2, 3: 0.05, 4: 0.3}
+    losses = {1: 0.1, 2: 0.1, 3: 2.0, 4: 2.0}
+
+    class Both(Scorer):
+        def sums(self, batch, variants, *, divergence, advance):
+            def added(of_block, variant):
+                return [sum(of_block[layer] for layer, _ in variant) for _ in batch.inputs["rows"]]
+
+            return {v: {"loss": added(losses, v), "kl": added(divergences, v)} for v in variants}
+
+    rows = np.arange(4)
+    batch = ScoredBatch({"rows": rows}, torch.ones(4, 1, dtype=bool), *[torch.arange(4)] * 2, rows)
+    cache = LossCache(Both(4, None), [[batch]], Processes(), criterion="kl")
+    goal = Goal("max_loss", dict.fromkeys(cache.costs.able, 0.25), math.inf, most_loss=0.5)
+    picks = [frozenset({Block(1, "attention")}), frozenset({Block(2, "attention")})]
+    cache.need_everywhere("known", [*chain(picks), *(frozenset({block}) for block in cache.costs.able)])
+    found, done = exchange(cache, goal, picks, confidence=0.95, flops=math.inf)
+    assert (found, done) == (picks, [])
+    allowed, done = exchange(cache, Goal("blocks", goal.gains, 2.0), picks, confidence=0.95, flops=math.inf)
+    assert len(done) == 1
+    assert Block(3, "attention") in chain(allowed)[-1]
 
 
 def test_exchanges_keep_the_number_of_blocks(examples):

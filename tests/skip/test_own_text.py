@@ -205,6 +205,7 @@ def test_a_call_that_ended_in_its_first_batch_leaves_nothing_that_is_refused(mom
         (lambda folder: (folder / FILE).unlink(), "is missing"),
         (lambda folder: (folder / FILE).write_text("{}\n"), "has changed"),
         (lambda folder: (folder / FILE).write_bytes(b"\xff\xfe"), "has changed"),
+        (lambda folder: (folder / FILE).open("a").write('{"text": "w1"}\n'), "has rows that were added"),
         (lambda folder: (folder / NOTES).write_text("{"), "Cannot read"),
         (lambda folder: change_json(folder / NOTES, rows=99), "has changed since it was written"),
         (lambda folder: (folder / NOTES).write_text("[1]"), "own.json"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 
 import pytest
 from pandas.testing import assert_frame_equal
 
 from data.conftest import jsonl
+from families import zoo
 from fulldepth.core.progress import Watcher
 from fulldepth.data.examples import read_examples
 from fulldepth.execution import verify
@@ -15,7 +17,9 @@ from fulldepth.hf.model_hash import model_hash
 from fulldepth.results import Results
 from fulldepth.settings.loading import LoadingSettings
 from fulldepth.settings.search import SearchSettings
+from fulldepth.skip.exports.export import export
 from fulldepth.skip.heal import heal
+from fulldepth.skip.least_squares import refit
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.responses import Sampling, respond
 from fulldepth.skip.search import search
@@ -105,6 +109,40 @@ def test_the_advice_after_held_out_data_of_ones_own_heals_on_rows_that_did_not_c
     heal(out, checkpoint, data, tmp_path / "healed", steps=0, progress=False)
     with refused("20 of 20 held-out rows also chose the blocks"):
         heal(out, checkpoint, data, tmp_path / "other", steps=0, heldout=str(chosen), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "verb"),
+    [
+        (
+            "olmo2",
+            {"blocks": 1, "search": "last", "fit": True, "epochs": 1},
+            "apply",
+        ),  # no norm takes the scalars out of the stream
+        (
+            "diffllama",
+            {"given": [2], "search": "given", "granularity": "layer", "fit": False},
+            "apply",
+        ),  # its layers' constants follow their numbers
+        ("llama", {"blocks": 1, "search": "last", "granularity": "layer", "fit": False}, "heal"),
+    ],
+)
+def test_the_command_that_a_search_advises_is_not_refused(family, options, verb, tmp_path):
+    """Nor is healing refused after the model has written text."""
+    folder = str(tmp_path / "model")
+    zoo.build(family, "causal-lm").save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    data, out = jsonl(tmp_path / "pairs.jsonl", *PAIRS), tmp_path / "out"
+    search(folder, str(data), output=out, **options)
+    command = shlex.split(Results.load(out).meta["next"]["command"])
+    assert command[:3] == ["fulldepth", "skip", verb]
+    given = dict(zip(command[5::2], command[6::2], strict=True))
+    if verb == "apply":
+        assert export(out, folder, given["--format"], tmp_path / "written").logit_error < 1e-3
+        with refused("cannot be folded|Use --format folded"):
+            refit(out, folder, str(data), first=lambda *_: pytest.fail("the work had begun"))
+    else:
+        heal(out, folder, given["--data"], tmp_path / "written", steps=0, progress=False)
 
 
 def test_other_files_are_not_written_over(checkpoint, tmp_path):

@@ -279,6 +279,7 @@ def test_what_cannot_be_served_is_refused_with_what_can(files, tmp_path, monkeyp
         assert not (tmp_path / "out").exists()
     for options, words in (
         ({"concurrency": [2], "batches": [1]}, "--batches has no effect with --concurrency"),
+        ({"concurrency": [2], "batch_size": 3, "heldout": ["w1 w2"]}, "--batch-size has no effect with --concurrency"),
         ({"requests": 3}, "--requests has no effect without --concurrency"),
     ):
         with refused(words):

@@ -54,4 +54,6 @@ class BenchSettings(HeldoutSettings):
         """A server decides itself which requests it runs together."""
         if self.concurrency and self.batches != type(self).model_fields["batches"].default:
             raise FulldepthError("--batches has no effect with --concurrency, which names the clients at once.")
+        if self.concurrency and self.batch_size != type(self).model_fields["batch_size"].default:
+            raise FulldepthError("--batch-size has no effect with --concurrency: no losses are computed.")
         return self

@@ -14,8 +14,6 @@ from fulldepth.settings.loading import LOADING, Count, Length, LoadingSettings, 
 QUALITY = ("prompts", "prefix_tokens", "max_new_tokens", "top_p", "embedder")
 """Settings of `generation_quality`."""
 TASKS = (
-    "limit",
-    "bootstrap_iters",
     "num_fewshot",
     "task_data",
     "include_path",

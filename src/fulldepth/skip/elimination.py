@@ -272,10 +272,8 @@ def eliminate(
         also = [] if loss_cache.criterion == SCALED else chain(picks)
         winner, decided_by, count = race(loss_cache, contest, also=also, drop=drop, confidence=confidence, end=end)
         loss_cache.finish()
-        if math.isfinite(goal.most_loss):
-            loss_cache.need_everywhere("Loss so far", [BASE, winner], loss_cache.unhealed)
-            if loss_cache.mean(winner, LOSS) - loss_cache.mean(BASE, LOSS) > goal.most_loss:
-                break
+        if _adds_too_much(loss_cache, goal, winner):
+            break
         scored = sum(map(len, loss_cache.tokens[:count]))
         rounds.append(judge(loss_cache, contest, winner, decided_by, confidence, scored))
         if stopped := rounds[-1].stopped:
@@ -340,11 +338,21 @@ def exchange(
         loss_cache.finish()
         if winner == removed or loss_cache.total(winner, everywhere) >= loss_cache.total(removed, everywhere):
             break
+        if _adds_too_much(loss_cache, goal, winner):  # the criterion may fall while the loss grows
+            break
         pick, more = pairs[winner]
         picks[picks.index(pick)] = more
         names = {"back": _name(loss_cache, pick), "out": _name(loss_cache, more)}
         done.append({**names, "loss": loss_cache.mean(winner, LOSS)})
     return picks, done
+
+
+def _adds_too_much(loss_cache: LossCache, goal: Goal, variant: Variant) -> bool:
+    """Return True if a variant adds more to the loss than the goal allows; its loss is computed where it is needed."""
+    if math.isinf(goal.most_loss):
+        return False
+    loss_cache.need_everywhere("Loss so far", [BASE, variant], loss_cache.unhealed)
+    return loss_cache.mean(variant, LOSS) - loss_cache.mean(BASE, LOSS) > goal.most_loss
 
 
 def _last_added(loss_cache: LossCache, picks: Sequence[Variant]) -> dict[Variant, float]:

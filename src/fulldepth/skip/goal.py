@@ -26,15 +26,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.latency import Runner, Trial, random_tokens, time_in_rounds
 from fulldepth.execution.layer_cache import LayerCache
+from fulldepth.execution.memory import parameter_bytes
 from fulldepth.execution.scoring import Scorer
-from fulldepth.hf import Anatomy, Block
+from fulldepth.hf import Anatomy, Block, cache_in, evaluating
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.loss_cache import LossCache
 
@@ -122,8 +124,9 @@ def goal_of(
         return count_goal(costs, min(settings.num_blocks or 0, len(costs.able)))
     notes: dict[str, Any] = {}
     if target == "target_bytes":
-        total = sum(weight.nbytes for weight in dict.fromkeys(anatomy.model.parameters()))
-        gains = {block: sum(weight.nbytes for weight in weights_of(anatomy, block)) / total for block in costs.able}
+        total = parameter_bytes(anatomy.model)
+        modules = {block: module_of(anatomy, block) for block in costs.able}
+        gains = {block: parameter_bytes(module) / total for block, module in modules.items() if module is not None}
     elif target == "target_cache":
         gains = cache_shares(anatomy, costs, settings.context)
     else:
@@ -162,15 +165,15 @@ def fastest(saved: float) -> float:
     return 1 / max(1 - saved, 1e-3)
 
 
-def weights_of(anatomy: Anatomy, block: Block) -> list[Tensor]:
-    """The weights that are gone without a block, except those of the norm before it."""
-    module = anatomy.blocks[block.layer - 1] if block.part == "layer" else anatomy.part(block.layer, block.part)
-    return [] if module is None else list(module.parameters())
+def module_of(anatomy: Anatomy, block: Block) -> nn.Module | None:
+    """The module that is gone without a block, beside the norm before it; None if the layer lacks the part."""
+    return anatomy.blocks[block.layer - 1] if block.part == "layer" else anatomy.part(block.layer, block.part)
 
 
 def timing_kind(anatomy: Anatomy, block: Block) -> str:
     """Such as `attention, 885312 weights, sliding_attention`: blocks of one kind take the same time."""
-    weights = sum(weight.numel() for weight in weights_of(anatomy, block))
+    module = module_of(anatomy, block)
+    weights = 0 if module is None else sum(weight.numel() for weight in module.parameters())
     kinds = getattr(anatomy.config, "layer_types", None) or []
     window = f", {kinds[block.layer - 1]}" if kinds and block.part != "mlp" else ""
     return f"{block.part}, {weights} weights{window}"
@@ -180,20 +183,34 @@ def cache_shares(anatomy: Anatomy, costs: Costs, context: int) -> dict[Block, fl
     """Share of each block in the keys and values of `context` tokens; windows hold no more than their length.
 
     Raises:
-        FulldepthError: for a model with layers that keep anything else, such as the state of linear attention.
+        FulldepthError: for a model whose cache holds no keys and values, or anything else, such as the state of linear
+            attention.
     """
     try:
         layers = LayerCache(anatomy.config).layers
     except FulldepthError as error:
         raise FulldepthError(f"target_cache counts keys and values. {error} Set another target.") from error
-    attending = anatomy.layers_with("attention")
     held = {
-        number: min(context, layer.sliding_window) if layer.is_sliding else context
-        for number, layer in enumerate(layers, start=1)
-        if number in attending
+        number: width * (min(context, layer.sliding_window) if layer.is_sliding else context)
+        for number, (layer, width) in enumerate(zip(layers, cached_widths(anatomy), strict=False), start=1)
     }
     total = sum(held.values())
+    if not total:
+        raise FulldepthError(
+            f"target_cache counts keys and values, and the cache of a {type(anatomy.model).__name__} holds none. Set "
+            "another target."
+        )
     return {b: 0.0 if b.part == "mlp" else held.get(b.layer, 0) / total for b in costs.able}
+
+
+@torch.no_grad()
+def cached_widths(anatomy: Anatomy) -> list[int]:
+    """Numbers that each layer caches for a token: its heads times the width of a key and a value, 0 for none."""
+    with evaluating(anatomy.model):
+        output = anatomy.model(random_tokens(anatomy, 1, 1, 0), use_cache=True)
+    entries = getattr(cache_in(output), "layers", [])
+    states = [[getattr(entry, name, None) for name in ("keys", "values")] for entry in entries]
+    return [sum(state.numel() for state in pair if isinstance(state, Tensor)) for pair in states]
 
 
 class SwitchedRunner(Runner):

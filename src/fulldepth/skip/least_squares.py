@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fulldepth.architectures import SKIPPED
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.progress import Watcher
 from fulldepth.data.batches import Example
@@ -57,8 +56,8 @@ from fulldepth.settings.heal import HealSettings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import PLACES, ExportSettings, HeldoutSettings
 from fulldepth.skip.exports.export import rehearse
-from fulldepth.skip.exports.fold import fold, probes
-from fulldepth.skip.exports.formats import FORMATS, as_stock, check_format, known_format
+from fulldepth.skip.exports.fold import check_foldable, fold, probes
+from fulldepth.skip.exports.formats import FORMATS, check_format, format_for, known_format
 from fulldepth.skip.exports.formats.gguf import Gguf
 from fulldepth.skip.own_text import names_own, with_own_text
 from fulldepth.skip.plan import UNHEALED, Plan, decided, document_of, is_listed, listed_rows, row_of, share_of_rows
@@ -224,6 +223,7 @@ def _check_healing(
             f"{subject.kind} cannot be healed: {reason}, and healing needs the places where removed attention and MLP "
             "are added. `fulldepth skip apply --format layer` writes the plan's checkpoint, which can be trained on."
         )
+    check_foldable(subject.anatomy, plan)
     format_used = format_for(plan, original)
     formats = [settings.format or format_used] + [format_used] * bool(settings.steps) + ["gguf"] * bool(settings.gguf)
     for format in formats:
@@ -262,13 +262,6 @@ def _as_if_healed(model: PreTrainedModel, *, every: bool) -> None:
     projections = [module for weights in outputs if (module := _projection(model, weights)) is not None]
     for weight in model.parameters() if every else [module.get_parameter("weight") for module in projections]:
         weight.mul_(1.01)
-
-
-def format_for(plan: Plan, model: PreTrainedModel) -> str:
-    """The format that holds a plan's model without its removed parts and that no program misreads, or `folded`."""
-    if plan.kind == "layer" and FORMATS["layer"].misread(find_anatomy(as_stock(model)), plan) is None:
-        return "layer"
-    return "fast" if model.config.get_text_config(decoder=True).model_type in SKIPPED else "folded"
 
 
 def with_model(healing: Healing, label: str, model: PreTrainedModel | Path, watcher: Watcher) -> Healing:

@@ -10,15 +10,20 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fulldepth.core.errors import FulldepthError
 from fulldepth.core.thresholds import BUSY
 from fulldepth.core.uncertainty import FEWEST_DOCUMENTS, SIGNIFICANT
 from fulldepth.data.examples import units
 from fulldepth.hf.surgery import obstacle_to_removing
 from fulldepth.results import Finding, Results, finite, provenance, stacked, tabulate
+from fulldepth.skip.exports.fold import check_foldable
+from fulldepth.skip.exports.formats import FORMATS, as_stock, check_format, format_for, holding_formats
+from fulldepth.skip.exports.formats.checkpoint import carries_code
 from fulldepth.skip.goal import REACHED, fastest
 from fulldepth.skip.plan import Plan, in_sample
 from fulldepth.skip.problem import SearchProblem
@@ -69,19 +74,37 @@ def search_results(plan: Plan, problem: SearchProblem, folder: Path | None = Non
     }
     if folder is not None:
         known = data if data is None or isinstance(data, str | Path) else plan.data.get("name")
-        given = str(known or "text.jsonl")
-        why = "heal what is left, and write"
-        verb = "heal"
-        options = ["--data", given, "--output", "healed/"]
-        only_layers = obstacle_to_removing(problem.scorer.anatomy) is not None
-        if only_layers or problem.scorer.costs.zeroes:
-            why = "write"
-            verb = "apply"
-            format = "layer" if only_layers else "folded"
-            options = ["--format", format, "--output", f"{format}/"]
-        command = shlex.join(["skip", verb, str(folder), plan.model.name, *options])
-        document["next"] = {"why": f"{why} a checkpoint:", "command": f"fulldepth {command}"}
+        if (command := _next_command(plan, problem, folder, str(known or "text.jsonl"))) is not None:
+            document["next"] = command
     return Results(stacked(tables, removed="Int64", state="str"), dict(finite(document)))
+
+
+def _next_command(plan: Plan, problem: SearchProblem, folder: Path, data: str) -> dict[str, str] | None:
+    """The command that writes a checkpoint of a plan, healed if it can be, with the reason for it; None if none can.
+
+    Args:
+        plan: the plan.
+        problem: the search's.
+        folder: where the plan is.
+        data: to heal on.
+    """
+    anatomy = problem.scorer.anatomy
+    model = anatomy.model
+    if not problem.scorer.costs.zeroes and obstacle_to_removing(anatomy) is None:
+        with suppress(FulldepthError):
+            check_foldable(anatomy, plan)
+            check_format(model, plan, FORMATS[format_for(plan, model)])
+            command = shlex.join(["skip", "heal", str(folder), plan.model.name, "--data", data, "--output", "healed/"])
+            return {"why": "heal what is left, and write a checkpoint:", "command": f"fulldepth {command}"}
+    holding = []
+    with suppress(FulldepthError):
+        holding = holding_formats(model if carries_code(model) else as_stock(model), plan)
+    written = next((name for name in ("layer", "folded", "fast") if name in holding), None)
+    if written is None:
+        return None
+    options = ["--format", written, "--output", f"{written}/"]
+    command = shlex.join(["skip", "apply", str(folder), plan.model.name, *options])
+    return {"why": "write a checkpoint:", "command": f"fulldepth {command}"}
 
 
 def scores_of(plan: Plan, tokens: int) -> list[Any]:

@@ -309,7 +309,10 @@ def _read_so_far(folder: Path, asked: dict[str, JsonValue]) -> tuple[OwnTextNote
     lines: list[bytes] = []
     if path.exists():
         with reading(path), path.open("rb") as opened:
-            lines = opened.readlines()[: notes.rows]  # a killed call may have left more, and half of a character
+            stored_lines = opened.readlines()
+        lines = stored_lines[: notes.rows]  # a killed call may have left more, and half of a character
+        if notes.rows == asked["rows"] and len(stored_lines) > notes.rows:
+            raise FulldepthError(f"{path} has rows that were added since it was written. {again}")
     if len(lines) < notes.rows or sha256_of(b"".join(lines)) != notes.sha256:
         state = "has changed since it was written" if path.exists() else "is missing"
         raise FulldepthError(f"{path} {state}. {again}")

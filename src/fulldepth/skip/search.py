@@ -122,9 +122,9 @@ def search(
                 read = process.first(partial(with_own_text, data, subject, settings, folder, watcher, heldout))
             with SearchProblem.prepare(subject, read, settings, heldout=heldout) as problem:
                 plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
-                complete = folder is not None and all((folder / name).exists() for name in (DOCUMENT, PAGE))
-                if folder is not None and process.is_main and not complete:
-                    search_results(plan, problem, folder, data).save(folder, watcher=watcher)
+            complete = folder is not None and all((folder / name).exists() for name in (DOCUMENT, PAGE))
+            if folder is not None and process.is_main and not complete:
+                search_results(plan, problem, folder, data).save(folder, watcher=watcher)
         process.wait()
     return plan
 

@@ -4,13 +4,14 @@ from contextlib import suppress
 
 from transformers import PreTrainedModel
 
+from fulldepth.architectures import SKIPPED
 from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import Anatomy, check_depth, without_layers
 from fulldepth.hf.gguf import read_header
 from fulldepth.hf.stock import as_stock
 from fulldepth.hf.surgery import obstacle_to_removing
-from fulldepth.skip.exports.fold import folding_obstacle
+from fulldepth.skip.exports.fold import check_foldable, folding_obstacle
 from fulldepth.skip.exports.formats.checkpoint import Draft, as_text, carries_code
 from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
@@ -91,21 +92,41 @@ def check_format(model: PreTrainedModel, plan: Plan, format: Format, *, by_list:
 
 
 def _advice(model: PreTrainedModel, plan: Plan, without: str = "") -> str:
-    """A sentence on the formats that hold a plan of this model and are not misread, after a space; empty if none is.
+    """A sentence on the formats that hold a plan, after a space; empty if none does.
 
     Args:
         model: of the class that exports are written from.
         plan: of the model.
         without: name of a format that is left out.
     """
+    holding = [name for name in holding_formats(model, plan) if name != without]
+    return f" Use --format {' or '.join(holding)}." if holding else ""
+
+
+def holding_formats(model: PreTrainedModel, plan: Plan) -> list[str]:
+    """Names of the formats that hold a plan of this model and that no program misreads.
+
+    Args:
+        model: of the class that exports are written from.
+        plan: of the model.
+    """
     holding = []
     for name, format in FORMATS.items():
-        if plan.kind in format.granularities and name != without and (format.keeps_class or not carries_code(model)):
+        if plan.kind in format.granularities and (format.keeps_class or not carries_code(model)):
             with suppress(FulldepthError):
                 format.check(model, plan)
+                if not (isinstance(format, Fast) and format.keeps_scalars(model)):
+                    check_foldable(find_anatomy(model), plan)
                 if format.misread(find_anatomy(model), plan) is None:
                     holding.append(name)
-    return f" Use --format {' or '.join(holding)}." if holding else ""
+    return holding
+
+
+def format_for(plan: Plan, model: PreTrainedModel) -> str:
+    """The format that holds a plan's model without its removed parts and that no program misreads, or `folded`."""
+    if plan.kind == "layer" and FORMATS["layer"].misread(find_anatomy(as_stock(model)), plan) is None:
+        return "layer"
+    return "fast" if model.config.get_text_config(decoder=True).model_type in SKIPPED else "folded"
 
 
 def export_obstacle(model: PreTrainedModel, granularity: str, *, fit: bool = False) -> str | None:
@@ -126,9 +147,10 @@ def export_obstacle(model: PreTrainedModel, granularity: str, *, fit: bool = Fal
         except FulldepthError as error:
             reason = str(error).rstrip(".")
         if reason is not None:
+            in_fast = anatomy.config.model_type in SKIPPED and Fast().keeps_scalars(anatomy.model)
+            exported = "can be exported as fast only, and not be healed" if in_fast else "cannot be exported"
             obstacles.append(
-                f"A plan with scalars cannot be exported: {reason}. Leave them out with --no-fit, and heal by `skip "
-                "heal`."
+                f"A plan with scalars {exported}: {reason}. Leave them out with --no-fit, and heal by `skip heal`."
             )
     if granularity == "layer":
         try:
@@ -151,4 +173,14 @@ def export_obstacle(model: PreTrainedModel, granularity: str, *, fit: bool = Fal
     return " ".join(obstacles) or None
 
 
-__all__ = ["FORMATS", "Draft", "Format", "as_stock", "check_format", "export_obstacle", "known_format"]
+__all__ = [
+    "FORMATS",
+    "Draft",
+    "Format",
+    "as_stock",
+    "check_format",
+    "export_obstacle",
+    "format_for",
+    "holding_formats",
+    "known_format",
+]
