@@ -123,6 +123,24 @@ def test_the_sentences_on_parts_that_tasks_chose_are_those_of_the_stored_runs():
     assert f"the nine attentions lose {lost[0]} of LAMBADA against the original, the eight {lost[1]}." in page
 
 
+def test_the_sentence_on_the_larger_speed_up_is_that_of_the_stored_run():
+    lines = [json.loads(line) for line in (DOCS / "healing_text.jsonl").read_text().splitlines()]
+    (line,) = [
+        one for one in lines if (one["target"], one["arm"], one["seed"]) == ("1.2 by tasks", "rows of the tasks", 0)
+    ]
+    parts = [name.split()[0] for name in line["removed"]]
+    assert [parts.count(part) for part in ("attention", "mlp", "layer")] == [9, 1, 2]
+    said = []
+    for name, task in (("LAMBADA changes", "lambada_local"), ("ARC-easy", "arc_easy_local"), ("PIQA", "piqa_local")):
+        score = line["tasks"][task]
+        said.append(f"{name} by {score['healed'] - score['original']:+.3f} ± {score['error']:.3f}")
+    page = " ".join((DOCS / "results.md").read_text().split())
+    assert ", ".join(said) in page
+    by_novels = [one["tasks"]["lambada_local"] for one in lines if one["target"] == "1.1"]
+    lost = line["tasks"]["lambada_local"]["original"] - line["tasks"]["lambada_local"]["healed"]
+    assert lost < min(score["original"] - score["healed"] for score in by_novels)
+
+
 def test_the_log_states_what_healing_on_novels_lost():
     lines = [json.loads(line) for line in (DOCS / "healing_text.jsonl").read_text().splitlines()]
     (line,) = [run for run in lines if (run["target"], run["arm"], run["seed"]) == ("1.1", "novels", 0)]
