@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,10 @@ from numpy.testing import assert_allclose
 from pandas.testing import assert_frame_equal
 from scipy.interpolate import RegularGridInterpolator
 
+from evaluation import small_world
+from fulldepth.exit import sweep
+from fulldepth.hf.model_hash import model_hash
+from fulldepth.measurement import measure
 from fulldepth.results import Results, compare, tabulate
 from refusals import refused
 from reporting import synthetic
@@ -341,8 +346,25 @@ def test_what_is_not_comparable_has_a_reason_in_place_of_differences(part, chang
     assert compared.table.query("model == 'b'")["difference_error"].isna().all()
     assert "b" not in {line.name for line in compared.figures()["difference_displacement"].data}
     for one in (a, b):  # one model on other data: what differs is the data
-        one.meta["model"] |= {"name": "m", "config_hash": "sha256:cc"}
+        one.meta["model"] |= {"hash": "sha256:dd", "config_hash": "sha256:cc"}
     assert ("comparable:b" in compare({"a": a, "b": b}).headline) == (reason != "the data differ")
+    for other in ({"hash": "sha256:ee"}, {"hash": None}, {"config_hash": "sha256:ff"}):
+        b.meta["model"] |= {"hash": "sha256:dd", "config_hash": "sha256:cc", **other}
+        assert "comparable:b" in compare({"a": a, "b": b}).headline, "names and configurations do not make one model"
+
+
+@pytest.mark.parametrize("command", [partial(measure, measures=["displacement"]), partial(sweep, repeats=0, prompts=0)])
+def test_one_model_has_the_same_weights_not_the_same_name(command):
+    """Two models made in Python have one class name and one configuration; a copy under another name is one model."""
+    options = {"tokenizer": small_world.tokenizer(), "sequence_length": 16, "max_sequences": 8, "progress": False}
+    texts = [[f"{noun} {number} {text} " * 6 for number, noun in enumerate(small_world.NOUNS)] for text in ("x", "y")]
+    first, other, again = (small_world.model(seed) for seed in (0, 1, 0))
+    again.name_or_path = "again"
+    base = command(first, texts[0], **options)
+    assert base.meta["model"]["hash"] == model_hash(first)
+    assert "comparable:b" in compare({"a": base, "b": command(other, texts[1], **options)}).headline
+    assert "comparable:b" not in compare({"a": base, "b": command(again, texts[1], **options)}).headline
+    assert "comparable:b" not in compare({"a": base, "b": command(other, texts[0], **options)}).headline
 
 
 ONE = measurement(1, displacements([0.1]))

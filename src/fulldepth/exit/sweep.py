@@ -142,7 +142,7 @@ def sweep(
         decoder = subject.anatomy.task == "causal-lm"
         content = {
             **provenance("exit", settings.model_dump(), seed=settings.seed, machine=machine(subject.device)),
-            "model": subject.verified.describe(subject.checkpoint),
+            "model": subject.verified.describe(subject.checkpoint) | {"hash": subject.hash},
             "data": subject.sequences.describe() | {"samples": {name: len(p.sequence) for name, p in parts.items()}},
             "batch_size": batch_size_of(subject, settings),
             "full": {

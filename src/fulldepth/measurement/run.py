@@ -453,11 +453,15 @@ def measure_subject(
         raise FulldepthError(
             f"Nothing that was measured of {subject.checkpoint.name} is a finite number. {why}".strip()[:950]
         )
+    described = subject.verified.describe(subject.checkpoint)
+    if not shows_all:  # a lens answers at once, and to hash a large model takes longer than to read a few texts
+        described["hash"] = subject.hash
     clock.seconds["total"] = time.perf_counter() - start
     return Results(
         table,
         _document(
             subject,
+            described,
             settings,
             plan,
             clock,
@@ -498,6 +502,7 @@ def _reference(
 
 def _document(
     subject: Subject,
+    described: dict[str, Any],
     settings: MeasureSettings,
     plan: MeasurePlan,
     clock: Clock,
@@ -506,7 +511,7 @@ def _document(
     routers: dict[str, Any] | None,
     linear_lens: LinearLens | None,
 ) -> dict[str, Any]:
-    """Content of `results.json`."""
+    """Content of `results.json`; `described` is the model's entry."""
     sequences = subject.sequences
     setup = plan.setup
     clusters = subject.sequences.clusters
@@ -521,7 +526,7 @@ def _document(
     sentences = (counts, counting.openings, tokens.MASKED if plan.masked_pass else "")
     document = {
         **provenance("measure", settings.model_dump(), seed=settings.seed),
-        "model": subject.verified.describe(subject.checkpoint),
+        "model": described,
         "training": settings_of_run(subject.checkpoint.name),
         "groups": None if sequences.no_error else groups,
         "data": data

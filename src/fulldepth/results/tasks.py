@@ -103,11 +103,15 @@ def shared(model: Entry, baseline: Entry) -> list[tuple[str, Entry, Entry]]:
 
 
 def is_one_model(model: Entry, baseline: Entry) -> bool:
-    """True if two results are of the same weights, with the same blocks skipped and without trained scalars."""
+    """True if two results are of the same weights and configuration, with the same blocks skipped and without trained
+    scalars. Results of an earlier version that do not state the hash of the weights are of two models.
+    """
     hashes = [entry["model"].get("hash") for entry in (model, baseline)]
+    configurations = [entry["model"].get("config_hash") for entry in (model, baseline)]
     skipped: list[dict[str, Any]] = [entry.get("skipped") or {"healed": False} for entry in (model, baseline)]
     is_healed = skipped[0].get("healed", True)
-    return hashes[0] == hashes[1] and None not in hashes and skipped[0] == skipped[1] and not is_healed
+    is_equal = hashes[0] == hashes[1] and configurations[0] == configurations[1] and skipped[0] == skipped[1]
+    return is_equal and None not in hashes and not is_healed
 
 
 def notes(model: Entry, baseline: Entry) -> list[str]:

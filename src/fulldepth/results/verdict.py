@@ -128,9 +128,8 @@ def incomparable(model: Entry, baseline: Entry) -> Finding | None:
     The same model may be compared on different data: then the differences are due to the data.
     """
     texts = [entry["data"].get("text_hash") for entry in (model, baseline)]
-    identity = [(entry["model"].get("name"), entry["model"].get("config_hash")) for entry in (model, baseline)]
-    same_model = identity[0] == identity[1] and None not in identity[0]
-    causes = NOT_COMPARABLE if same_model else (TEXT if all(texts) else DATA, *NOT_COMPARABLE)
+    is_same_model = tasks.is_one_model(model, baseline)
+    causes = NOT_COMPARABLE if is_same_model else (TEXT if all(texts) else DATA, *NOT_COMPARABLE)
     return not_comparable(model, baseline, causes)
 
 
