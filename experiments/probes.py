@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,9 @@ import torch
 import fulldepth
 from fulldepth.core.errors import FulldepthError
 from fulldepth.execution import find_anatomy
+from fulldepth.execution.latency import OtherLoad, order
 from fulldepth.exit import Decoder, sweep
+from fulldepth.exit.served import SpeedUp
 from fulldepth.settings import layer
 from fulldepth.settings.train import TrainSettings
 from fulldepth.skip import Scalars, search, skipping
@@ -235,7 +236,10 @@ def speculated(subject: Subject) -> dict[str, Any]:
 
 def timed_speculation(subject: Subject) -> dict[str, Any]:
     """Measured speed-up of self-speculation: the median over rounds of plain decoding's time divided by its own, in
-    turn.
+    changing order.
+
+    Raises:
+        RuntimeError: if other programs used the processor meanwhile.
     """
     decoder = Decoder(subject.model)
     prompts = subject.prompts[:4]
@@ -247,12 +251,16 @@ def timed_speculation(subject: Subject) -> dict[str, Any]:
             decoder.generate(ids, max_new_tokens=tokens, **options)
         return time.perf_counter() - started
 
-    ratios = []
-    for _ in range(ROUNDS):
-        plain = seconds()
-        drafted = seconds(speculate_from=drafting_layers(subject))  # the length of the drafts adapts
-        ratios.append(plain / drafted)
-    return {"speculation_speedup": statistics.median(ratios)}
+    runs: list[dict[str, Any]] = [{}, {"speculate_from": drafting_layers(subject)}]  # the length of the drafts adapts
+    times: list[list[float]] = [[], []]
+    load = OtherLoad()
+    for number in range(ROUNDS):
+        for run in order(len(runs), number, seed=0):
+            times[run].append(seconds(**runs[run]))
+    speedup = SpeedUp.of(times[0], times[1], load.share())
+    if speedup.verdict == "busy":
+        raise RuntimeError("other programs used the processor while self-speculation was timed; run it again alone")
+    return {"speculation_speedup": speedup.ratio.value}
 
 
 def timed_exit(subject: Subject) -> dict[str, Any]:

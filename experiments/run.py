@@ -409,7 +409,7 @@ def main() -> None:
         raise SystemExit(f"There is no arm {unknown[0]}; there are {', '.join(arms_of(pool))}.")
     asked.output.mkdir(parents=True, exist_ok=True)
     data = prepare(pool, asked.data, asked.output)
-    settings = {arm: settings_of(pool, arm, assignments(asked.set)) for arm in arms}
+    settings = {arm: settings_of(pool, arm, assignments(asked.set)) for arm in arms_of(pool)}  # of stored arms, too
     path = asked.output / f"{pool}.jsonl"
     trained_already = finished_runs(path, settings)
     probes = POOLS[pool].get("probes") or DESIGN["probes"]["language" if "choosing" in data else "labelled"]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from fulldepth.core.uncertainty import holm, paired_test
 from fulldepth.settings import read
-from run import POOLS, arms_of, read_lines
+from run import POOLS, arms_of, hash_of, read_lines, settings_of
 
 CLAIMS: dict[str, Any] = read(Path(__file__).with_name("claims.yaml"), "train")
 FEWEST, INDICATION = 5, 3
@@ -88,12 +88,14 @@ def load(path: Path) -> Runs:
     """The runs of a pool, with the speeds in the file beside it, if there is one.
 
     Raises:
-        SystemExit: for a damaged line, a run twice, runs of several versions or devices, or runs of one seed on
-            several data.
+        SystemExit: for a damaged line, a run twice, runs of several versions, devices or settings, or runs of one seed
+            on several data.
     """
+    timed = path.with_suffix(".timed.jsonl")
     lines, runs = read_lines(path), Runs()
+    check_settings(path, lines)
     for name in ("versions", "device"):
-        if len({str(line[name]) for line in lines}) > 1:
+        if len({str(line[name]) for line in [*lines, *read_lines(timed)]}) > 1:
             raise SystemExit(f"{path}: the runs differ in {name}; a verdict needs runs of one. Remove those of others.")
     if len({(line["seed"], line.get("data")) for line in lines}) > len({line["seed"] for line in lines}):
         raise SystemExit(f"{path}: runs of one seed differ in their data. Remove those of others.")
@@ -101,12 +103,34 @@ def load(path: Path) -> Runs:
         if line["seed"] in runs.setdefault(line["arm"], {}):
             raise SystemExit(f"{path}: {line['arm']}, seed {line['seed']} stands there twice. Remove one of the lines.")
         runs[line["arm"]][line["seed"]] = line["numbers"]
-    timed = path.with_suffix(".timed.jsonl")
     if timed.exists():
         for arm, seeds in load(timed).items():
             for seed, numbers in seeds.items():
                 runs[arm][seed] = numbers | runs[arm][seed]
     return runs
+
+
+def check_settings(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Check that the runs of a file are of one design: those of an arm have the same settings, and all arms have those
+    of the pool, or all have others (`--set`).
+
+    Raises:
+        SystemExit: with the name of an arm.
+    """
+    pool = path.stem.partition(".")[0]
+    settings: dict[str, str] = {}
+    is_as_designed: dict[bool, str] = {}
+    for line in lines:
+        arm = line["arm"]
+        if settings.setdefault(arm, line.get("settings")) != line.get("settings"):
+            raise SystemExit(f"{path}: the runs of {arm} differ in their settings. Remove those of others.")
+        if "settings" in line and pool in POOLS and arm in arms_of(pool):
+            is_as_designed.setdefault(line["settings"] == hash_of(settings_of(pool, arm, {})), arm)
+    if len(is_as_designed) > 1:
+        raise SystemExit(
+            f"{path}: {is_as_designed[True]} has the settings of the pool and {is_as_designed[False]} has others; a "
+            "verdict needs runs of one design. Remove those of others."
+        )
 
 
 def number_of(numbers: dict[str, Any], name: str) -> float:
@@ -230,7 +254,10 @@ def compared_arms(pool: str, runs: Runs) -> list[str]:
 
 
 def differences_to_control(pool: str, runs: Runs, columns: Sequence[Column]) -> list[str]:
-    """A row for every arm with enough runs, the control first; a column for every number that the control has."""
+    """A row for every arm with enough runs, the control first; a column for every number that the control has.
+
+    The seeds of an arm are those that it shares with the control.
+    """
     control = POOLS[pool]["control"]
     columns = [column for column in columns if values_of(runs, control, column)]
     lines = [
@@ -239,7 +266,8 @@ def differences_to_control(pool: str, runs: Runs, columns: Sequence[Column]) -> 
     ]
     for arm in compared_arms(pool, runs):
         cells = [cell(runs, control, arm, column) for column in columns]
-        lines.append(f"| {arm} | {len(runs.get(arm, {}))} | {' | '.join(cells)} |")
+        seeds = runs[control].keys() & runs[arm].keys()  # a difference is of those that both have
+        lines.append(f"| {arm} | {len(seeds)} | {' | '.join(cells)} |")
     return lines
 
 

@@ -14,6 +14,7 @@ from places import ROOT
 
 sys.path.insert(0, str(ROOT / "experiments"))
 
+import probes
 import run as experiments
 
 PROGRAM = ROOT / "experiments" / "run.py"
@@ -73,3 +74,25 @@ def test_a_killed_run_repeats_no_finished_probe(tmp_path, monkeypatch):
     assert probed(steps=1) == whole
     assert probed(steps=2) == whole, "other settings are read anew"
     assert called[4:] == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize(("load", "is_busy"), [(0.0, False), (0.5, True)])
+def test_self_speculation_is_timed_in_changing_order_and_not_beside_other_programs(load, is_busy, monkeypatch):
+    clock = [0.0]
+    first = []
+
+    def generate(ids, max_new_tokens, speculate_from=None):
+        first.append(speculate_from is None)
+        clock[0] += 2.0 if speculate_from is None else 1.0
+
+    monkeypatch.setattr(probes, "Decoder", lambda model: SimpleNamespace(generate=generate))
+    monkeypatch.setattr(probes, "OtherLoad", lambda: SimpleNamespace(share=lambda: load))
+    monkeypatch.setattr(probes.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(probes, "drafting_layers", lambda subject: 2)
+    subject = SimpleNamespace(model=None, prompts=[None], common={"sequence_length": 64})
+    if is_busy:
+        with pytest.raises(RuntimeError, match="other programs"):
+            probes.timed_speculation(subject)
+    else:
+        assert probes.timed_speculation(subject) == {"speculation_speedup": 2.0}
+    assert {*first[::2]} == {True, False}

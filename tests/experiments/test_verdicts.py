@@ -14,14 +14,16 @@ from places import ROOT
 
 sys.path.insert(0, str(ROOT / "experiments"))
 
-from run import sealed
+from run import hash_of, sealed, settings_of
 from verdicts import (
     CLAIMS,
+    COMPOSITION,
     README_END,
     README_START,
     advice,
     compared_arms,
     composition,
+    differences_to_control,
     judge,
     load,
     page_of,
@@ -162,6 +164,35 @@ def test_damaged_repeated_and_mixed_lines_are_one_message_each(tmp_path):
         load(stored(tmp_path / "data.jsonl", [line("llama", 0), elsewhere]))
     with pytest.raises(SystemExit, match="differ in versions"):
         load(stored(path, [*lines(), other]))
+
+
+def test_runs_of_other_settings_versions_and_devices_are_no_pool(tmp_path):
+    designed = {arm: hash_of(settings_of("small", arm, {})) for arm in ("llama", "tree")}
+    short = hash_of(settings_of("small", "tree", {"steps": 100}))
+
+    def pool(**settings):
+        return [line(arm, seed) | {"settings": settings[arm]} for arm in settings for seed in range(5)]
+
+    path = stored(tmp_path / "small.jsonl", pool(**designed))
+    assert {*load(path)} == {"llama", "tree"}
+    with pytest.raises(SystemExit, match="llama has the settings of the pool and tree has others"):
+        load(stored(tmp_path / "small.jsonl", pool(**designed | {"tree": short})))
+    other = line("tree", 5) | {"settings": short}
+    with pytest.raises(SystemExit, match="the runs of tree differ in their settings"):
+        load(stored(tmp_path / "small.jsonl", [*pool(tree=designed["tree"]), other]))
+    stored(path, pool(**designed))
+    for name, value in (("versions", {"torch": "3"}), ("device", "cuda")):
+        stored(tmp_path / "small.timed.jsonl", [line("llama", 0, speculation_speedup=1.3) | {name: value}])
+        with pytest.raises(SystemExit, match=f"differ in {name}"):
+            load(path)
+
+
+def test_the_seeds_of_a_difference_are_those_of_both_arms():
+    runs = {"llama": {seed: {"validation_loss": 4 + seed} for seed in range(3)}}
+    runs["tree"] = {seed: {"validation_loss": 4 + seed * seed} for seed in range(5)}
+    [*_, row] = differences_to_control("small", runs, COMPOSITION)
+    test = stats.ttest_rel([4, 5, 8], [4, 5, 6])
+    assert row == f"| tree | 3 | {2 / 3:+.3f} ± {2 / 3 / test.statistic:.3f} |"
 
 
 def test_what_was_measured_alone_stands_in_the_log():
