@@ -9,11 +9,13 @@ import torch
 from torch.testing import assert_close
 
 import tiny_models
+from evaluation import small_world
 from exit import plain
 from exit.conftest import LABELS, sharpened, taught
 from fulldepth import exit
 from fulldepth.exit.readings import Exit
 from fulldepth.exit.served import EarlyExit
+from fulldepth.measurement import measure
 from fulldepth.results import Results
 from fulldepth.settings.exit import ExitSettings
 from fulldepth.subject import Subject
@@ -184,3 +186,19 @@ def test_what_cannot_leave_early_is_refused(texts, name, options, message):
         model.config.problem_type = "regression"
     with refused(message):
         exit.sweep(model, texts, tokenizer=tokenizer(), **options)
+
+
+def test_where_a_measurement_states_no_error_a_sweep_states_none(tmp_path):
+    """One row holds most of the tokens: an error would be of that row alone."""
+    sizes = [150, *[2] * 9]
+    rows = [{"prompt": f"the sun {number}", "response": " river" * size} for number, size in enumerate(sizes)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"tokenizer": small_world.tokenizer(), "sequence_length": 1024, "progress": False}
+    reason = measure(small_world.model(), path, measures=["displacement"], **options).meta["data"]["no_error"]
+    assert "one row of 10 holds" in reason
+    results = exit.sweep(small_world.model(), path, repeats=0, prompts=0, threshold=[0.3], **options)
+    assert f"No standard errors: {reason}." in results.meta["warnings"]
+    assert not (results.table.statistic == "standard_error").any()
+    for entry in (*results.meta["exits"], results.meta["full"]):
+        assert {value for name, value in entry.items() if name.endswith(("_stderr", "drop_interval"))} == {None}

@@ -256,6 +256,8 @@ def _read_batch(
     sequence = batch.sequence[is_read.nonzero()[:, 0]]
     clusters = subject.sequences.clusters
     cluster = torch.tensor(clusters, dtype=torch.int64)[sequence] if clusters else sequence
+    if subject.sequences.no_error:  # of a single cluster there is no error
+        cluster = torch.zeros_like(sequence)
     return Readings(prediction, dict(zip(named, certainties, strict=True)), sequence, cluster, loss, target)
 
 

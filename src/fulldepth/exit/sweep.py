@@ -126,7 +126,10 @@ def sweep(
         needs = {"head", "targets"}
         subject = held.enter_context(Subject.open(model, data, settings, needs=needs, tokenizer=tokenizer))
         _check_min_layer(settings, subject.anatomy.num_layers)
-        for warning in subject.warnings:
+        warnings = list(subject.warnings)
+        if reason := subject.sequences.no_error:
+            warnings.append(f"No standard errors: {reason}.")
+        for warning in warnings:
             watcher.say(warning)
         loaded = perf_counter()
         readings = read_exits(subject, settings.rule, settings, watcher)
@@ -153,8 +156,8 @@ def sweep(
             },
             # The states are those that all layers computed.
             "exits": [row.document() for row in rows],
-            "warnings": list(subject.warnings),
-            **(_generated(subject, rows, settings, watcher) if decoder else {}),
+            "warnings": warnings,
+            **(_generated(subject, rows, settings, watcher, warnings) if decoder else {}),
             "headline": _headline(subject, report, rows, settings),
         }
         content["timings"] = {"load": loaded - start, "forward": read_at - loaded, "total": perf_counter() - start}
@@ -208,8 +211,11 @@ def _stated(scores: Mapping[str, Mean]) -> dict[str, float | None]:
     }
 
 
-def _generated(subject: Subject, rows: Sequence[ExitRow], settings: ExitSettings, watcher: Watcher) -> dict[str, Any]:
-    """The entry `generation`, or a warning if the decoder cannot be run token by token; empty if not asked for.
+def _generated(
+    subject: Subject, rows: Sequence[ExitRow], settings: ExitSettings, watcher: Watcher, warnings: Sequence[str]
+) -> dict[str, Any]:
+    """The entry `generation`, or `warnings` with one more if the decoder cannot be run token by token; empty if not
+    asked for.
 
     Of each rule at most `MOST_GENERATED` thresholds below 1: the one for the target accuracy, and the highest.
     """
@@ -226,7 +232,7 @@ def _generated(subject: Subject, rows: Sequence[ExitRow], settings: ExitSettings
     except FulldepthError as error:
         message = f"Nothing was generated with early exit: {error}"
         watcher.say(message)
-        return {"warnings": [*subject.warnings, message]}
+        return {"warnings": [*warnings, message]}
 
 
 def generation_rows(
@@ -287,7 +293,8 @@ def _headline(subject: Subject, readings: Readings, rows: Sequence[ExitRow], set
     full = readings.full
     findings = {}
     if reason := no_advice(subject, readings):
-        error: dict[str, Any] = {"standard_error": full.error} if full.error else {"no_standard_error": NO_ERROR}
+        why = subject.sequences.no_error or NO_ERROR
+        error: dict[str, Any] = {"standard_error": full.error} if full.error else {"no_standard_error": why}
         return {"accuracy": Finding(full.value, "1", reason, **error).document()}
     plain, low, depth = readings.depth(1 - RELATIVE)
     share = f"{1 - RELATIVE:.0%} of the full model's {full.value:.1%} accuracy"

@@ -41,7 +41,8 @@ class ExitSettings(LayerReadingSettings):
     """Also choose a threshold for every rule: the lowest whose accuracy, and that of all higher ones, falls by at most
     this much on one part of the data; it is reported on the other part."""
     calibration_share: Share = 0.5
-    """Share of the sequences on which that threshold is chosen."""
+    """Share of the documents, rows or images on which that threshold is chosen; of a single document, share of its
+    sequences."""
     repeats: int = Field(default=9, ge=0, le=10_000)
     """Timed passes over the data (of classifiers) or generations (of language models) of the full model and of every
     threshold, in alternation; 0 = nothing is timed, and fewer than 9 give no verdict."""
