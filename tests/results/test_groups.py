@@ -13,9 +13,9 @@ from scipy import stats
 
 from cli.conftest import main  # noqa: F401
 from fulldepth.measurement import measure
-from fulldepth.results import Results, compare
+from fulldepth.results import Results, compare, tabulate
 from refusals import refused
-from reporting.synthetic import group, training
+from reporting.synthetic import group, row, training
 from training.conftest import SHORT, recipe, sources  # noqa: F401
 
 KEYS = ["measure", "site", "layer", "other", "statistic"]
@@ -262,3 +262,34 @@ def test_a_number_in_several_rows_is_refused():
         compare(llama, against=jreg)
     jreg[2] = Results(pd.concat([rows, several.assign(value=np.nan)]), jreg[2].meta)  # says nothing of the number
     assert "validation_loss" in compare(jreg, against=llama).headline
+
+
+def measured(effects, seed):
+    """A measurement of a trained model whose layers change later ones by `effects`, by the part that is removed."""
+    rows = [row("layer_effect", None, value, "later_future_of_layers", part) for part, value in effects.items()]
+    meta = {"kind": "measure", "model": {"name": "m", "num_layers": 2}, "data": {"hash": "sha256:a"}, "settings": {}}
+    return Results(tabulate(rows), {**meta, "training": {"seed": seed}})
+
+
+def test_effects_of_removed_parts_are_compared_over_seeds():
+    values = np.random.default_rng(0).normal(0.5, 0.1, (2, 3, 5))  # [group, part, seed]
+    parts = ("layer", "attention", "mlp")
+    both = [[measured(dict(zip(parts, group[:, seed], strict=True)), seed) for seed in range(5)] for group in values]
+    compared = compare(both[0], against=both[1], names=["a", "b"], claims={"effect_on_later": "greater"})
+    found = {test["name"]: test for test in compared.meta["tests"]}
+    for part, first, second in zip(parts, *values, strict=True):
+        name = "effect_on_later" if part == "layer" else f"effect_on_later_{part}"
+        side = "greater" if part == "layer" else "two-sided"
+        assert found[name]["p"] == pytest.approx(stats.ttest_rel(first, second, alternative=side).pvalue)
+
+
+def test_a_mapping_beside_against_is_one_group():
+    """Its keys name members, so they are no names of the two groups."""
+    first, second = ([measured({"layer": value + seed}, seed) for seed in range(2)] for value in (1.0, 3.0))
+    options = {"names": ["jreg", "llama"]}
+    by_name = {"jreg-0": first[0], "jreg-1": first[1]}
+    assert compare(by_name, against=second, **options).headline == compare(first, against=second, **options).headline
+    labels = [model["label"] for model in compare(by_name, against=second).meta["models"]]
+    assert labels == [model["label"] for model in compare(first, against=second).meta["models"]]
+    with refused("leave out names"):
+        compare(by_name, **options)

@@ -242,3 +242,47 @@ def test_the_verdict_is_gated_by_errors_of_students_t(mean, error, documents, me
     assert "documents" not in words
     assert measurable is ("standard error" in words)
     assert (words == "no difference from original, in none of 30 rows") is (mean == error)
+
+
+def test_a_number_without_influences_is_compared_unpaired():
+    """Its errors are known of each model alone; they are of independent numbers, and the sentence says so."""
+    base, other, *_ = two_models(6, 0.02)
+    mean = "mean_corrected_of_layers"
+    for results, value, error in ((base, 0.5, 0.03), (other, 0.7, 0.04)):
+        rows = [row("coherence", None, value, mean), row("coherence", None, error, f"standard_error_of_{mean}")]
+        results.table = pd.concat([results.table, tabulate(rows)], ignore_index=True)
+    compared = versus(base, other)
+    finding = compared.headline["mean_coherence:b"]
+    assert finding["standard_error"] == pytest.approx(0.05)
+    assert "unpaired difference +0.2 ± 0.05" in finding["sentence"]
+    assert compared.headline["last_layer_displacement:b"]["standard_error"] < 0.2 * base.table["value"][1], "paired"
+
+
+def test_a_paired_score_is_measurable_by_its_groups_not_by_its_examples():
+    """Its error is of 32 groups, so that Student's t asks for 2.08 of them; of 1,000 examples it would be 2.00."""
+    rng = np.random.default_rng(7)
+    examples = np.arange(1000)
+    group = deal(examples)
+    base_scores, noise = rng.integers(0, 2, 1000).astype(float), rng.normal(0, 1, 1000)
+    per_group = np.bincount(group).astype(float)
+
+    def scored(values, label):
+        sums = np.bincount(group, values)
+        score = row("task_score", 1, values.mean(), "acc", "arc", count=1000)
+        error = row("task_score", 1, float(ratio_error(sums, per_group)), "acc_stderr", "arc", count=1000)
+        influences = [("task_score", "arc", 1, None, "acc", ratio_influence(sums, per_group))]
+        meta = {
+            "kind": "evaluation",
+            "model": {"name": label, "num_layers": 1, "hash": f"sha256:{label}"},
+            "tasks": {"arc": {"metric": "acc", "count": 1000, "examples": "sha256:e"}},
+            "groups": groups_entry(examples.tolist(), "example"),
+            "headline": {},
+        }
+        return Results(tabulate([score, error]), meta, gathered(influences, 32))
+
+    error = float(ratio_error(np.bincount(group, noise), per_group))
+    for size, is_measurable in ((2.05, False), (2.12, True)):
+        gap = noise - noise.mean() + size * error
+        finding = versus(scored(base_scores, "a"), scored(base_scores + gap, "b")).headline["score arc:b"]
+        assert finding["standard_error"] == pytest.approx(error, rel=1e-4)
+        assert ("no measurable difference (paired" in finding["sentence"]) is not is_measurable

@@ -78,7 +78,7 @@ def compare(
     Args:
         results: two or more result folders, or `Results`; or a mapping of their labels to them. Of a series of
             checkpoints, the last step is compared. With `against` a group: runs, or measurements of runs, that
-            differ in the seed alone.
+            differ in the seed alone; of a mapping, its values.
         against: the group that the first group is compared with; it has the same seeds.
         settings: an instance of `CompareSettings`, or its fields as keywords.
         output: result folder, which also gets the page; None = nothing is written.
@@ -92,14 +92,17 @@ def compare(
     Raises:
         FulldepthError: for fewer than two results, a folder without results or with results of another kind, a
             comparison as input, results of several kinds, training runs without `against`, repeated or too few names,
-            or an unknown baseline; for groups also as `results.groups.compare_groups`.
+            names beside a mapping, or an unknown baseline; for groups also as `results.groups.compare_groups`.
 
     Source: "JREG: final-layer jumps", Eq. 7, App. G.
     """
     settings.check_effect(against=against is not None)
     with claimed(output, overwrite):
         if isinstance(results, Mapping):
-            settings = settings.model_copy(update={"names": list(results)})
+            if against is None and settings.names is not None:
+                raise FulldepthError("A mapping names its results by its keys; leave out names, or give a list.")
+            if against is None:
+                settings = settings.model_copy(update={"names": list(results)})
             results = list(results.values())
         compared = _compared(results, settings) if against is None else _of_groups(results, against, settings)
         if output is not None and launch.is_main():
@@ -212,9 +215,10 @@ def _side_by_side(
             rows["difference"] = rows["value"] - base[:, 0]
             rows["difference_error"] = difference_errors(result, baseline, depth)
             rows["error_at_last"] = difference_errors(result, baseline, "relative")  # last layer against last layer
+            rows["is_paired"] = paired_rows(result, baseline)
             entry["paired"] = is_paired(result, baseline)
             rows.loc[_incomparable_rows(rows, entry, models[first]), ["difference", "difference_error"]] = float("nan")
-            _note_pairing(entry, rows[paired_rows(result, baseline) & rows["difference"].notna()], models[first])
+            _note_pairing(entry, rows[rows["is_paired"] & rows["difference"].notna()], models[first])
             intervals |= {(name, label): step_interval(name, result, baseline) for name in STEPS}
         tables.append(rows)
     table = pd.concat(tables, ignore_index=True)
@@ -222,7 +226,8 @@ def _side_by_side(
         "headline": verdict.comparison_headline(table, models, intervals),
         "warnings": verdict.comparison_warnings(table, models),
     }
-    return table.drop(columns="error_at_last"), {"models": models, **texts} | ({"of": kind.name} if kind.held else {})
+    table = table.drop(columns=["error_at_last", "is_paired"])
+    return table, {"models": models, **texts} | ({"of": kind.name} if kind.held else {})
 
 
 def _entry(result: Results, label: str, is_baseline: bool) -> Entry:

@@ -203,17 +203,20 @@ def is_paired(results: Results, baseline: Results, task: str | None = None) -> b
 def paired_rows(results: Results, baseline: Results) -> NDArray[np.bool_]:
     """`[rows]` which rows of the table are compared by cluster; the others are compared as independent numbers.
 
-    The tasks of an evaluation are paired one by one. A score that is no mean over examples (perplexity) has no
-    influences and is not paired.
+    The tasks of an evaluation are paired one by one. A number without influences is not paired: a score that is no mean
+    over examples (perplexity), or the diversity of generated text.
     """
     rows = _keyed(results.table)
+    if results.influences is None or baseline.influences is None:
+        return np.zeros(len(rows), bool)
     is_score = (rows["measure"] == TASK_SCORE).to_numpy()
-    if results.influences is None or not is_score.any():
-        return np.full(len(rows), is_paired(results, baseline))
     by_task = {str(task): is_paired(results, baseline, str(task)) for task in rows["site"][is_score].unique()}
-    known = rows.merge(_keyed(results.influences).drop_duplicates(), how="left", on=KEYS, indicator=True)
-    has_influences = (known["_merge"] == "both").to_numpy()
-    return np.where(is_score, rows["site"].map(by_task).eq(True) & has_influences, is_paired(results, baseline))
+    of_same_clusters = np.where(is_score, rows["site"].map(by_task).eq(True), is_paired(results, baseline))
+    series = ["measure", "site", "statistic"]  # in the baseline, whose layers may be others
+    for influences, keys in ((results.influences, KEYS), (baseline.influences, series)):
+        known = _keyed(influences)[keys].drop_duplicates()
+        of_same_clusters &= (rows.merge(known, how="left", on=keys, indicator=True)["_merge"] == "both").to_numpy()
+    return of_same_clusters
 
 
 def difference_errors(results: Results, baseline: Results, depth: Depth) -> Array:

@@ -387,7 +387,7 @@ def _headline(
     for name, number in NUMBERS.items():
         rows = tests[(tests["measure"] == number.measure) & (tests["statistic"] == number.statistic)]
         layer = -1 if number.back is None else layers - number.back
-        rows = rows[rows["site"].isin(["residual", "model"]) & (rows["layer"].fillna(-1) == layer)]
+        rows = rows[rows["site"].isin([number.site, "model"]) & (rows["layer"].fillna(-1) == layer)]
         if len(rows):
             tested[name] = rows.iloc[0]
     for name in claims:

@@ -10,7 +10,15 @@ import numpy as np
 import pandas as pd
 
 from fulldepth.core.number_format import plus_minus, rounded
-from fulldepth.core.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, Difference, measurable, reach, stated_groups
+from fulldepth.core.uncertainty import (
+    FEWEST_CLUSTERS,
+    GROUPS,
+    SIGNIFICANT,
+    Difference,
+    measurable,
+    reach,
+    stated_groups,
+)
 from fulldepth.results import tasks
 from fulldepth.results.differences import TASK_SCORE, Interval
 from fulldepth.results.document import Finding
@@ -98,7 +106,8 @@ def comparison_headline(
     evaluation. Such findings come first.
 
     Args:
-        table: the comparison's table, with the errors of differences that align last layers as `error_at_last`.
+        table: the comparison's table, with the errors of differences that align last layers as `error_at_last`, and
+            whether rows are compared by cluster as `is_paired`.
         models: the entries of `meta["models"]`.
         intervals: intervals of the numbers without a standard error.
     """
@@ -154,7 +163,7 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
     label = model["label"]
     other = baseline["label"]
     layers = len(change)
-    test = _test(bool(model.get("paired")))
+    test = _test(bool(rows["is_paired"].all()))
     median = float(np.median(change))
     groups = min(stated_groups(entry["data"]) for entry in (model, baseline))
     differs = measurable(change, error, groups) & (np.abs(change) > PRINTED)
@@ -201,13 +210,12 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
         interval = intervals.get((name, model["label"]))
         groups = min(stated_groups(entry["data"]) for entry in (model, baseline))
         if name in scores and pd.notna(row["count"]):  # of examples; the score of a group of tasks has none
-            groups = float(row["count"])
+            groups = float(min(row["count"], GROUPS) if row["is_paired"] else row["count"])
         spread = reach(groups) * error
         low, high = (interval.low, interval.high) if interval else (difference - spread, difference + spread)
         change = rounded(difference, "+.3g")
         ends = f"95 % interval {rounded(low, '+.3g')} to {rounded(high, '+.3g')}"
-        is_paired = model["tasks"][number.site].get("paired") if name in scores else model.get("paired")
-        test = _test(interval.paired if interval else bool(is_paired))
+        test = _test(interval.paired if interval else bool(row["is_paired"]))
         farthest = abs(difference) + (0.0 if math.isnan(spread) else spread)
         if farthest <= ROUNDING * abs(row["value"]) and not (interval and (low or high)):
             verdict = "no difference"
