@@ -306,3 +306,14 @@ def test_exports_are_evaluated_like_the_plan(data, tmp_path):
     export(plan, model, "fast", tmp_path / "fast", tokenizer=tokenizer)
     got = evaluate(str(tmp_path / "fast"), TASKS, exit_layers="full", **options).table
     assert list(got.value) == pytest.approx(list(expected.value), rel=1e-4)
+
+
+def test_only_the_logs_of_earlier_results_are_replaced(data, tmp_path):
+    theirs = tmp_path / "samples_hellaswag_2026-11-01T10-00-00.jsonl"
+    theirs.write_text("a log of lm-eval\n")
+    options = {"tokenizer": small_world.tokenizer(), "task_data": [data], "exit_layers": "full", "limit": 2}
+    for log_samples in (True, True, False):
+        evaluate(small_world.model(), TASKS[:1], tmp_path, log_samples=log_samples, overwrite=True, **options)
+        ours = tmp_path / f"samples_{TASKS[0]}.jsonl"
+        assert (len(ours.read_text().splitlines()) == 2) if log_samples else not ours.exists()
+    assert theirs.read_text() == "a log of lm-eval\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -15,7 +16,7 @@ from data.conftest import jsonl
 from evaluation import small_world
 from evaluation.small_world import LAYERS
 from fulldepth.evaluation import evaluate
-from fulldepth.evaluation.harness import Answers, LayerReader, layered_model
+from fulldepth.evaluation.harness import Answers, LayerReader, layered_model, seeded
 from fulldepth.evaluation.local_tasks import local_task
 from fulldepth.execution.verify import prove
 from fulldepth.hf.truncation import truncated
@@ -294,3 +295,26 @@ def test_families(name, tmp_path):
     results = scored(model, [task], tmp_path, tokenizer)
     for layer, first in ((3, model), (2, truncated(model, 2))):
         assert ours(results, task, layer) == stock(first, task, tmp_path, tokenizer=tokenizer)
+
+
+def test_the_generator_of_the_models_device_is_seeded_and_restored(monkeypatch):
+    """On a GPU, sampled texts are drawn by its own generator. The fake one holds a seed as its state."""
+    states = {"cuda:0": 5, "cuda:1": 6}
+    current = ["cuda:0"]
+
+    @contextmanager
+    def on(device):
+        before, current[0] = current[0], str(device)
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: states.update({current[0]: seed}))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[str(device)])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({str(device): state}))
+    cpu = torch.get_rng_state()
+    with seeded(7, torch.device("cuda:1")):
+        assert states == {"cuda:0": 5, "cuda:1": 7}
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(7)))
+    assert states == {"cuda:0": 5, "cuda:1": 6}
+    assert torch.equal(torch.get_rng_state(), cpu)

@@ -399,15 +399,25 @@ def key_of(kind: str, *parts: Any) -> str:
 
 
 @contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
-    """Seed the generators that tasks may use, as lm-eval does; on leaving, their states are restored."""
+def seeded(seed: int | None, device: torch.device | None = None) -> Iterator[None]:
+    """Seed the generators that tasks may use, as lm-eval does; on leaving, their states are restored.
+
+    Args:
+        seed: None = lm-eval's own seeds.
+        device: of the model that draws the tokens of sampled texts; None if no model runs.
+    """
+    seed_of_torch = SEED if seed is None else seed
+    accelerators = [device] if device is not None and device.type == "cuda" else []
     python = random.getstate()
     numpy = np.random.get_state()
     random.seed(PYTHON_SEED if seed is None else seed)
     np.random.seed(SEED if seed is None else seed)
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(SEED if seed is None else seed)
+        with torch.random.fork_rng(devices=accelerators):
+            torch.random.default_generator.manual_seed(seed_of_torch)
+            for accelerator in accelerators:
+                with torch.cuda.device(accelerator):
+                    torch.cuda.manual_seed(seed_of_torch)
             yield
     finally:
         random.setstate(python)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fulldepth.core.errors import FulldepthError, one_line
@@ -22,6 +23,7 @@ from fulldepth.data.conversations import reasoning_mark
 from fulldepth.evaluation.harness import SEED, Answers, LayerReader, layered_model, quiet, seeded
 from fulldepth.evaluation.loading import Loaded
 from fulldepth.evaluation.model import EvaluatedModel
+from fulldepth.results import DOCUMENT
 from fulldepth.settings.evaluate import EvaluateSettings
 
 ANSWERS = "answers"
@@ -98,10 +100,11 @@ def score_tasks(
     scored = Scored()
     subject = model.subject
     mark = reasoning_mark(subject.tokenizer) if settings.apply_chat_template else ""
-    for earlier in () if folder is None else folder.glob(SAMPLES.format("*")):
-        earlier.unlink()
     for name in list(tasks):
         loaded = tasks.pop(name)
+        if folder is not None and (settings.log_samples or (folder / DOCUMENT).exists()):
+            for task in loaded.tasks["tasks"]:  # logs of earlier results; those of others have other names
+                (folder / SAMPLES.format(_file_name(task))).unlink(missing_ok=True)
         layers = _layers_of(name, loaded, model, exit_layers, scored.warnings)
         if mark and not loaded.generates:
             scored.warnings.append(
@@ -125,7 +128,7 @@ def score_tasks(
             for layer in reversed(layers):
                 lm.layer = layer
                 is_whole = layer == layers[-1]
-                output = _run(lm, loaded.tasks, settings, None if is_whole else EXIT_BOOTSTRAP)
+                output = _run(lm, loaded.tasks, settings, subject.device, None if is_whole else EXIT_BOOTSTRAP)
                 samples = output.get("samples") or {}
                 if folder is not None and settings.log_samples:
                     _log(folder, layer, samples)
@@ -153,7 +156,9 @@ def score_tasks(
     return scored
 
 
-def _run(lm: Any, loaded: Mapping[str, Any], settings: EvaluateSettings, limit: int | None) -> dict[str, Any]:
+def _run(
+    lm: Any, loaded: Mapping[str, Any], settings: EvaluateSettings, device: torch.device, limit: int | None
+) -> dict[str, Any]:
     """The output of lm-eval's `evaluate`, as in `lm_eval.simple_evaluate`, with at most so many resamples."""
     from lm_eval import evaluate  # noqa: PLC0415  # an extra
 
@@ -161,7 +166,7 @@ def _run(lm: Any, loaded: Mapping[str, Any], settings: EvaluateSettings, limit: 
         task.set_fewshot_seed(seed=SEED if settings.seed is None else settings.seed)
     resamples = settings.bootstrap_iters if limit is None else min(limit, settings.bootstrap_iters)
     try:
-        with quiet(), seeded(settings.seed):
+        with quiet(), seeded(settings.seed, device):
             return evaluate(
                 lm=lm,
                 task_dict=dict(loaded),
