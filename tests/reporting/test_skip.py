@@ -13,10 +13,10 @@ import scipy.stats
 import torch
 from numpy.testing import assert_allclose
 
-from fulldepth.core.uncertainty import score_reach
+from fulldepth.core.uncertainty import Difference, score_reach
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.reporting.page import payload, render
-from fulldepth.reporting.skip import SkipPart, num_layers_of, parts, removals, timed_models
+from fulldepth.reporting.skip import SkipPart, decoding, num_layers_of, parts, removals, timed_models
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import of_record
 from fulldepth.reporting.task_changes import task_change_tables, task_sentences
@@ -373,3 +373,17 @@ def test_a_note_explains_shown_columns_only():
         table = of_record("tasks", [("arc", cells)])
         shown = {name for name in columns if f"{name}:" in table.note}
         assert shown == {*columns} & {*table.columns}
+
+
+def test_an_added_loss_is_measurable_by_students_t_of_its_documents():
+    """2.22 standard errors are measurable of 100 documents, and not of eight."""
+    for documents in (8, 100):
+        results = folders.bench()
+        losses = {"base": 3.0, "other": 3.0222}  # the fastest one
+        tables = [tabulate([row("loss", None, loss, "mean", "model")], model=name) for name, loss in losses.items()]
+        error = row("loss", None, 0.01, "difference_stderr", "model", count=documents)
+        table = pd.concat([results.table, *tables, tabulate([error], model="other")], ignore_index=True)
+        [sentence] = decoding([SkipPart("", "bench", table, results.meta)])
+        expected = Difference(0.0222, 0.01, 0.01, documents, documents, 0.1)
+        assert "loss added: +0.0222 ± 0.01 nats" in sentence
+        assert ("no measurable difference" in sentence) is not expected.measurable

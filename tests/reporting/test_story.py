@@ -8,15 +8,22 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
+from evaluation import small_world
 from fulldepth.core.thresholds import degrees
+from fulldepth.measurement import measure
 from fulldepth.reporting.story import Facts, layer_spans, paragraph, profile
 from fulldepth.results import tabulate
+from fulldepth.skip import search
+from refusals import refused
 from reporting.synthetic import row
 
 BARE = Facts(tabulate([("cka", "residual", 1, 1, "biased", 1.0, 3, "1")]), 1)
 """Of a model of which nothing is known that a sentence or a strip is about."""
 META = {"model": {"name": "org/m", "task": "causal-lm"}, "data": {"name": "my texts.txt", "kind": "text"}}
+LAYERS = " --granularity layer --no-fit"
+"""Flags of a search of a model whose attention and MLP cannot be left out."""
 ERROR = 0.0001
 """Standard error of every number that is not about noise."""
 
@@ -64,6 +71,36 @@ def test_the_paragraph_of_a_model_with_a_jump():
     )
     assert "--data 'far/my texts.txt' --blocks" in told["next"]["command"], "the data are not in this folder"
     assert round(math.degrees(math.acos(1 - 2 * 0.15)) / math.degrees(math.acos(1 - 2 * 0.018)), 1) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("make", "flags"),
+    [
+        (small_world.model, ""),
+        (
+            lambda: MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=3, state_size=4, vocab_size=259)),
+            LAYERS,
+        ),
+        (lambda: BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=3, n_head=4, vocab_size=259)), LAYERS),
+    ],
+)
+def test_the_advised_search_is_accepted(make, flags):
+    """Where attention and MLP cannot be left out, whole layers are; a model in memory has no place to name."""
+    data = [f"the {noun} rises {number} " * 4 for number, noun in enumerate(small_world.NOUNS)]
+    options = {"tokenizer": small_world.tokenizer(), "sequence_length": 32, "progress": False}
+    model = make().eval()
+    described = measure(model, data, measures=["displacement"], **options).meta["model"]
+    shown = facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], settled=[0, 0, 0.1, 0.3, 0.6, 1.0], **PREDICTS)
+    assert "THIS_FOLDER" in paragraph(shown, {**META, "model": described})["next"]["command"]
+    command = paragraph(shown, {**META, "model": described | {"name": "org/m"}})["next"]["command"]
+    assert command == f"fulldepth skip search org/m --data 'my texts.txt' --blocks 1{flags} --output plan/"
+    given = {"granularity": "layer"} if flags else {}
+    assert len(search(model, data, blocks=1, fit=False, **given, **options).blocks) == 1
+    if flags:
+        with refused("granularity layer"):
+            search(model, data, blocks=1, fit=False, **options)
+        with refused("--no-fit"):
+            search(model, data, blocks=1, **given, **options)
 
 
 def test_angles_of_displacements():

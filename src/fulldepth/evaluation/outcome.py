@@ -148,16 +148,22 @@ def _tasks_of(scored: Scored, name: str) -> list[str]:
     return sorted({task for member in members for task in _tasks_of(scored, member)}) if members else [name]
 
 
-def findings(scored: Scored) -> dict[str, Finding]:
-    """Two findings of each task: the whole model's score, and the earliest exit layer that keeps it."""
+def findings(scored: Scored, is_skipped: bool = False) -> dict[str, Finding]:
+    """Two findings of each task: the whole model's score, and the earliest exit layer that keeps it.
+
+    Args:
+        scored: the scores.
+        is_skipped: whether blocks of a plan were skipped.
+    """
+    skipped = " and the plan's blocks skipped" * is_skipped
     entries = {}
     for curve in curves(scored):
         full = curve.full
         is_accuracy = curve.metric.startswith("acc")
         guess = f"; a guess gives {curve.chance:.3f}" if curve.chance is not None and is_accuracy else ""
         sentence = (
-            f"{curve.task}: {_shown(full)} {curve.metric} with all {curve.layers[-1]} layers ({full.count:,} "
-            f"examples{guess})."
+            f"{curve.task}: {_shown(full)} {curve.metric} with all {curve.layers[-1]} layers{skipped} "
+            f"({full.count:,} examples{guess})."
         )
         entries[f"score {curve.task}"] = Finding(full.value, "1", sentence, standard_error=full.error)
         if len(curve.layers) > 1:

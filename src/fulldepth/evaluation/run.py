@@ -157,7 +157,7 @@ def _scored(
         "quality_data": quality and quality.data,
         "skipped": skipped,
         "warnings": list(subject.warnings) + scored.warnings,
-        "headline": findings(scored) | quality_findings(written, model.num_layers),
+        "headline": findings(scored, plan is not None) | quality_findings(written, model.num_layers),
     }
     examples = [identity(task, int(example)) for task, numbers in scored.clusters.items() for example in numbers]
     groups = groups_entry(examples, "example")

@@ -31,6 +31,7 @@ from fulldepth.hf import (
 from fulldepth.hf.finder import towers
 from fulldepth.hf.modes import state_in
 from fulldepth.hf.rounding import TOLERANCE, check_close, is_close, relative_error
+from fulldepth.hf.surgery import obstacle_to_skipping
 
 READS_LATER = "the model reads later tokens too"
 """Beginning of the reason why a head is not proven."""
@@ -75,9 +76,15 @@ class Verified:
         """The clause that says why attention and MLP are not known."""
         return f"attention and MLP are not known ({self.unproven.get('branches', 'this family names none')})"
 
+    def finds(self, granularity: str) -> bool:
+        """Return True if the places of blocks of this granularity are proven, so that they can be left out."""
+        whole = granularity == "layer" and self.anatomy.not_serial is None
+        return self.chained if whole else self.branches
+
     def describe(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """The model's entry in `results.json`."""
         anatomy = self.anatomy
+        parts = [part for part in ("attention", "layer") if obstacle_to_skipping(anatomy, part) is None]
         return {
             **checkpoint.describe(),
             "family": anatomy.family.name,
@@ -85,6 +92,7 @@ class Verified:
             "num_layers": anatomy.num_layers,
             "width": self.width,
             "config_hash": checkpoint.config_hash,
+            "skips": [part for part in parts if self.finds(part)],
             **({"exit_heads": len(self.classifier.exits)} if self.classifier and self.classifier.exits else {}),
         }
 

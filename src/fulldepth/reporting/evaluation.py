@@ -14,7 +14,7 @@ from fulldepth.reporting.charts import Figure, Line, alone, overlay, readings
 from fulldepth.reporting.draw import add_level
 from fulldepth.reporting.exits import export_of
 from fulldepth.reporting.kinds import EVALUATION
-from fulldepth.reporting.phrases import short
+from fulldepth.reporting.phrases import short, skipped_in_words
 from fulldepth.reporting.source import PageSource, PlottedCurve, curve_of, select
 from fulldepth.reporting.style import CATEGORICAL, Figures, label, minus, translucent
 from fulldepth.reporting.tables import Meta, Table, across, cell, of_record
@@ -193,7 +193,9 @@ def evaluation_story(source: PageSource) -> dict[str, Any] | None:
         for task in every[:MOST_NAMED]
     ]
     more = f"; {len(every) - MOST_NAMED} more in the table below" if len(every) > MOST_NAMED else ""
-    sentences = [f"All {source.layers} layers score {enumerated(named)}{more}."]
+    skipped = skipped_in_words(source.meta.get("skipped"))
+    sentences = [f"Scored with {skipped}."] if skipped else []
+    sentences.append(f"All {source.layers} layers score {enumerated(named)}{more}.")
     guessed = [short(task.name, 40) for task in every if task.entry.get("advised") is False]
     if guessed:
         nothing = ": nothing is advised" if len(guessed) == len(every) else ""

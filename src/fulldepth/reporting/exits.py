@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from html import unescape
 from itertools import zip_longest
@@ -14,7 +13,7 @@ from fulldepth.core.errors import shortened
 from fulldepth.reporting.charts import Figure, readings
 from fulldepth.reporting.draw import Drawn, chart, points, value_axis
 from fulldepth.reporting.kinds import EXIT
-from fulldepth.reporting.phrases import short, visible
+from fulldepth.reporting.phrases import place_of, short, visible
 from fulldepth.reporting.source import PageSource, PlottedCurve, number
 from fulldepth.reporting.style import (
     CATEGORICAL,
@@ -112,7 +111,7 @@ def _tradeoff(groups: Mapping[str, list[dict[str, Any]]], full: Sequence[Meta], 
     whole = [(1.0, value) for point in full if (value := number(point.get(key))) is not None]
     for name, at, symbol, size in (
         ("full model", whole, "square", 10),
-        ("chosen on the other half", chosen_points, "circle-open", 17),
+        ("chosen on the other part", chosen_points, "circle-open", 17),
     ):
         if at:
             across, up = zip(*at, strict=True)
@@ -189,11 +188,15 @@ def exit_story(source: PageSource) -> dict[str, Any] | None:
 
 
 def export_of(meta: Mapping[str, Any], layers: int) -> dict[str, str] | None:
-    """The command that exports the first layers, with its reason; None if `layers` is 0 or the model unnamed."""
-    name = (meta.get("model") or {}).get("name")
-    if not name or not layers:
+    """The command that exports the first layers, with its reason.
+
+    None if `layers` is 0, for a model without a place (`place_of`), and where a plan's blocks were skipped: the export
+    would be of the unskipped model.
+    """
+    place = place_of(meta.get("model") or {})
+    if not place or not layers or meta.get("skipped"):
         return None
-    command = f"fulldepth exit export {shlex.quote(short(name, 400))} --layers {layers} --output first-{layers}/"
+    command = f"fulldepth exit export {place} --layers {layers} --output first-{layers}/"
     return {"why": f"export the first {layers} layers as a checkpoint:", "command": command}
 
 

@@ -44,6 +44,7 @@ from fulldepth.reporting.phrases import (
     seconds,
     short,
     size,
+    skipped_in_words,
     spread_of,
     visible,
     with_commands,
@@ -294,7 +295,8 @@ def _environment() -> jinja2.Environment:
     part = {"part": lambda name: Markup(loader.get_source(environment, name)[0])}
     environment.globals |= {**part, "ramp": {"light": shades, "dark": night}, "names": page_texts()}
     filters = (
-        amount_of_text, dotted, percent, plain_text, scaled, seconds, short, size, with_commands,
+        amount_of_text, dotted, percent, plain_text, scaled, seconds, short, size, skipped_in_words,
+        with_commands,
         training.objective_line,
     )  # fmt: skip
     environment.filters |= {function.__name__: function for function in filters}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ TERMS = {
     "similarity": "Similarity penalty",
 }
 """Term of the objective -> its name."""
+PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
+"""Granularity -> name of one removed part."""
 _VISIBLE = {chr(code): chr(0x2400 + code) for code in range(32)} | {" ": "·", "\n": "⏎", "\t": "⇥", "\x7f": "␡"}
 
 
@@ -39,6 +42,18 @@ def visible(text: str, keep: str = "") -> str:
     """`text` with whitespace and invisible characters written as marks, except those in `keep`."""
     marks = {c: f"⟨U+{ord(c):04X}⟩" for c in set(text) if is_invisible(c)} | _VISIBLE
     return "".join(c if c in keep else marks.get(c, c) for c in text)
+
+
+def place_of(model: Mapping[str, Any]) -> str:
+    """A model's folder or Hub name with its revision, as arguments of a command.
+
+    Empty for a model without a name, and for one in memory, whose name is that of its class.
+    """
+    name = model.get("name")
+    if not name or name == model.get("class"):
+        return ""
+    revision = model.get("revision")
+    return shlex.quote(short(name, 400)) + (f" --revision {shlex.quote(short(revision))}" if revision else "")
 
 
 def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str]:
@@ -111,6 +126,32 @@ def amount_of_text(data: Mapping[str, Any]) -> str:
     if clusters == documents:  # each piece is a document of its own
         return counted(clusters, short(unit, 40)) if unit in ("row", "image", "sequence") else of_text
     return f"{of_text} in {counted(clusters, short(unit, 40))}"
+
+
+def places_of(blocks: Iterable[int | str], granularity: str) -> list[tuple[int, str]]:
+    """1-based layer and part of blocks as a plan names them: layer numbers, or `mlp 12` for granularity `any`."""
+    pairs = [block.partition(" ") if isinstance(block, str) else (granularity, "", block) for block in blocks]
+    return [(int(layer), part) for part, _, layer in pairs]
+
+
+def blocks_in_words(places: Iterable[tuple[int, str]]) -> str:
+    """Blocks by part, in words: `the attention blocks of layers 2, 5 and layer 7`."""
+    named = []
+    places = list(places)
+    for part, name in PARTS.items():
+        layers = sorted(layer for layer, part_of_block in places if part_of_block == part)
+        if layers:
+            plural = "s" * (len(layers) > 1)
+            of = "" if part == "layer" else f"the {name}{plural} of "
+            named.append(f"{of}layer{plural} {', '.join(map(str, layers))}")
+    return " and ".join(named)
+
+
+def skipped_in_words(skipped: Mapping[str, Any] | None) -> str:
+    """The blocks that an evaluation skipped, and whether with the plan's trained scalars; empty if there are none."""
+    entry = skipped or {}
+    words = blocks_in_words(places_of(entry.get("blocks") or [], str(entry.get("granularity"))))
+    return f"{words} skipped{' and trained scalars' * bool(entry.get('healed'))}" if words else ""
 
 
 def size(value: Any) -> str:

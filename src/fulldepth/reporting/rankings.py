@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from fulldepth.reporting.charts import Figure, readings
 from fulldepth.reporting.draw import Drawn, chart, value_axis
-from fulldepth.reporting.skip import PARTS, num_layers_of, parts, removals
+from fulldepth.reporting.phrases import PARTS
+from fulldepth.reporting.skip import num_layers_of, parts, removals
 from fulldepth.reporting.source import PageSource, curve_of
 from fulldepth.reporting.style import CATEGORICAL, Figures, label, layer_axis
 

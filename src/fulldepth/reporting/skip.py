@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -13,14 +14,18 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.core.number_format import plus_minus
+from fulldepth.core.uncertainty import reach
 from fulldepth.reporting import measured
 from fulldepth.reporting.charts import Figure, readings
 from fulldepth.reporting.draw import Drawn, chart, legend_entry, points, value_axis
 from fulldepth.reporting.kinds import TOGETHER
 from fulldepth.reporting.measured import PageFinding
 from fulldepth.reporting.phrases import (
+    PARTS,
+    blocks_in_words,
     dotted,
     figure_of,
+    places_of,
     quantity,
     sentences_of,
     short,
@@ -32,8 +37,6 @@ from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categoric
 from fulldepth.reporting.tables import Meta, Table, of_record, settings_table
 from fulldepth.reporting.task_changes import task_change_tables, task_sentences
 
-PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
-"""Granularity -> name of one removed part."""
 BRANCHES = [part for part in PARTS if part != "layer"]
 """The parts of a layer."""
 PHASES = ("prefill", "decode")
@@ -63,15 +66,17 @@ class SkipPart:
     table: pd.DataFrame
     meta: Meta
 
-    def value(self, measure: str, statistic: str, site: str = "model", model: str = "") -> float | None:
-        """A number of the folder, or of one of its models.
+    def value(
+        self, measure: str, statistic: str, site: str = "model", model: str = "", column: str = "value"
+    ) -> float | None:
+        """A number of the folder, or of one of its models; with `column` `count`, that of its samples.
 
         The row without batch size is the number of the whole grid; if there is none, the median of all rows is
         returned. None if no row has a finite value.
         """
         rows = select(self.table[self.table["model"] == model] if model else self.table, measure, statistic, site)
         whole = rows[rows["batch"].isna()] if "batch" in rows else rows
-        finite = [real for real in map(number, (whole if len(whole) else rows)["value"]) if real is not None]
+        finite = [real for real in map(number, (whole if len(whole) else rows)[column]) if real is not None]
         return median(finite) if finite else None
 
 
@@ -118,8 +123,7 @@ class Removal:
     @property
     def places(self) -> list[tuple[int, str]]:
         """1-based layer and part of every block."""
-        pairs = [(str(b).partition(" ")) if isinstance(b, str) else (self.granularity, "", b) for b in self.blocks]
-        return [(int(layer), part) for part, _, layer in pairs]
+        return places_of(self.blocks, self.granularity)
 
     @property
     def counts(self) -> list[int]:
@@ -184,6 +188,8 @@ class TimedModel:
     """Loss minus the original's loss, on the same data."""
     error: float | None
     """Standard error of the added loss."""
+    documents: float | None
+    """Documents that this error is of."""
     stated: bool
     """True if the loss comes from the plan and was not measured together with the times."""
     times: Mapping[str, Spread]
@@ -234,6 +240,7 @@ def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
                     loss,
                     None if loss is None or base is None else loss - base,
                     part.value("loss", "difference_stderr", model=name),
+                    part.value("loss", "difference_stderr", model=name, column="count"),
                     of_plan,
                     times,
                     None if pd.isna(decoding) else 1000 * float(decoding),
@@ -430,7 +437,7 @@ def decoding(folders: Sequence[SkipPart]) -> list[str]:
         speed_text = f"In {program}, {name} decodes {speed.value:.2f} times as fast as {base}"
         if speed.contains_one:
             speed_text = f"In {program}, no model decodes measurably faster than {base}; {name} comes closest"
-        cost = "" if best.added is None else f"; loss added: {with_error(best.added, best.error)}"
+        cost = "" if best.added is None else f"; loss added: {with_error(best.added, best.error, best.documents)}"
         sentences.append(f"{speed_text} {speed.interval}{cost}.")
     return sentences
 
@@ -440,9 +447,16 @@ def signed_loss(added: float, error: float | None) -> str:
     return f"{minus(added, '+.4f')} {plus_minus(error)}".rstrip()
 
 
-def with_error(added: float, error: float | None) -> str:
-    """The text of `signed_loss` with its unit, and a remark if the difference is not measurable."""
-    return f"{signed_loss(added, error)} nats{' (no measurable difference)' * bool(error and abs(added) < 2 * error)}"
+def with_error(added: float, error: float | None, documents: float | None) -> str:
+    """The text of `signed_loss` with its unit, and a remark if the difference is not measurable.
+
+    Args:
+        added: the difference.
+        error: its standard error.
+        documents: number of documents that the error is of; None = very many.
+    """
+    is_within = error and abs(added) <= reach(documents or math.inf) * error
+    return f"{signed_loss(added, error)} nats{' (no measurable difference)' * bool(is_within)}"
 
 
 def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
@@ -450,24 +464,17 @@ def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
     sentences = []
     timed = next((model for model in timed_models(folders) if not model.baseline), None)
     for removal in removals(folders)[:1]:
-        named = []
-        for part, name in PARTS.items():
-            layers = sorted(layer for layer, removed_part in removal.places if removed_part == part)
-            plural = ""
-            if layers:
-                plural = "s" * (len(layers) > 1)
-                of = "" if part == "layer" else f"the {name}{plural} of "
-                named.append(f"{of}layer{plural} {', '.join(map(str, layers))}")
-        what = " and ".join(named)
+        what = blocks_in_words(removal.places)
         added = removal.losses[-1] - removal.losses[0] if removal.losses else None
-        error = None
+        error = documents = None
         if timed and timed.added is not None:
             added = timed.added
             error = timed.error
+            documents = timed.documents
         if added is None:
             continue
         healed = "healed" if any(part.kind == "heal" for part in folders) and timed else "not healed"
-        change = f"changes the held-out loss by {with_error(added, error)}, {healed}"
+        change = f"changes the held-out loss by {with_error(added, error, documents)}, {healed}"
         unread = "Other text and tasks were not read, and can lose much more."
         sentences.append(f"Removing {what} of {num_layers_of(folders)} {change}. {unread}")
     busy = [(part.meta.get("headline") or {}).get("times") or {} for part in folders]

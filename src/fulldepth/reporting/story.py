@@ -20,7 +20,7 @@ from fulldepth.core.errors import enumerated
 from fulldepth.core.number_format import plus_minus, to_decimals
 from fulldepth.core.thresholds import FEEDS, IDLE, LARGE_JUMP, degrees
 from fulldepth.core.uncertainty import measurable, stated_groups
-from fulldepth.reporting.phrases import short
+from fulldepth.reporting.phrases import place_of, short
 from fulldepth.reporting.source import PageSource, curve_of, num_layers, rows_of_stack
 from fulldepth.reporting.style import SEQUENTIAL, layer_axis
 
@@ -290,12 +290,14 @@ def _predicts(facts: Facts, classes: int | None) -> bool:
 def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
     """The suggested next command, with its reason: the search for removable blocks, or a comparison.
 
-    A comparison is suggested for models whose blocks cannot be searched. None for a language model that does not
-    measurably predict better than chance.
+    A comparison is suggested for models in memory, and for those whose blocks cannot be searched. None for a language
+    model that does not measurably predict better than chance.
     """
     model = meta.get("model") or {}
     data = meta.get("data") or {}
-    if model.get("task") != "causal-lm" or not model.get("name"):
+    place = place_of(model)
+    skips = model["skips"] if model.get("skips") is not None else ["attention"]  # earlier versions do not state it
+    if model.get("task") != "causal-lm" or not place or not skips:
         return COMPARE
     if not _predicts(facts, data.get("num_classes")):
         return None
@@ -303,10 +305,11 @@ def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
     texts = str(data.get("path") or data.get("name") or "") if data.get("kind") in ("text", "pairs", "chats") else ""
     if texts.startswith(BUILTIN):
         texts = BUILTIN
-    name, source = (shlex.quote(short(text, 400)) for text in (model["name"], texts or "pairs.jsonl"))
+    source = shlex.quote(short(texts or "pairs.jsonl", 400))
+    part = "" if "attention" in skips else " --granularity layer --no-fit"  # scalars are of attention and MLP
     return {
         "why": "find removable blocks:",
-        "command": f"fulldepth skip search {name} --data {source} --blocks {blocks} --output plan/",
+        "command": f"fulldepth skip search {place} --data {source} --blocks {blocks}{part} --output plan/",
     }
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -94,6 +94,8 @@ class ModelEntry(Entries):
     hash: str | None = None
     revision: str | None = None
     num_layers: Layer | None = None
+    skips: list[Literal["attention", "layer"]] | None = None
+    """Of `attention` and `layer`, what `fulldepth skip search` removes."""
     parameters: Whole | None = None
     training_flops: Ratio | None = None
     """Of a training run with all its steps, without penalties and evaluations."""
@@ -223,6 +225,18 @@ class CostEntry(Entries):
     fit: FitsEntry | None = None
 
 
+BlockName = Layer | Annotated[str, Field(pattern=r"^(attention|mlp|layer) [1-9][0-9]{0,4}$")]
+"""A block as a plan names it."""
+
+
+class SkippedEntry(Entries):
+    """The blocks of a plan that were skipped while a model was evaluated."""
+
+    granularity: str | None = None
+    blocks: list[BlockName] | None = None
+    healed: bool | None = None
+
+
 class PlanEntry(Entries):
     """A plan: blocks in the order of their removal."""
 
@@ -231,7 +245,7 @@ class PlanEntry(Entries):
     granularity: str | None = None
     criterion: str | None = None
     search: str | None = None
-    blocks: list[Layer | Annotated[str, Field(pattern=r"^(attention|mlp|layer) [1-9][0-9]{0,4}$")]] | None = None
+    blocks: list[BlockName] | None = None
     losses: list[Number | None] | None = None
     healed_loss: Number | None = None
     control_loss: dict[str, Number | None] | None = None
@@ -419,7 +433,7 @@ class Described(Entries):
     exits: list[ExitEntry] | None = None
     full: FullEntry | None = None
     tasks: dict[str, TaskEntry] | None = None
-    skipped: Object | None = None
+    skipped: SkippedEntry | None = None
     recipe: str | None = None
 
 

@@ -71,8 +71,8 @@ class SearchProblem:
         chunks = split(examples, settings, subject.anatomy.config)
         verified = subject.prove({name: rows[:2] for name, rows in chunks[0][0].inputs.items()})
         anatomy = verified.anatomy
-        whole = settings.granularity == "layer" and anatomy.not_serial is None
-        if not (verified.chained if whole else verified.branches):
+        if not verified.finds(settings.granularity):
+            whole = settings.granularity == "layer" and anatomy.not_serial is None
             raise FulldepthError(f"{subject.kind} cannot skip blocks: {_unremovable(verified, whole)}")
         _ = subject.identity  # computed here: switches change the names of weights
         with Switches(anatomy, kind := settings.granularity) as switches:
