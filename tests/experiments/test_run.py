@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -96,3 +97,15 @@ def test_self_speculation_is_timed_in_changing_order_and_not_beside_other_progra
     else:
         assert probes.timed_speculation(subject) == {"speculation_speedup": 2.0}
     assert {*first[::2]} == {True, False}
+
+
+def test_a_call_for_one_arm_checks_the_settings_of_the_stored_ones(tmp_path, monkeypatch):
+    llama = {"arm": "llama", "seed": 0, "settings": experiments.hash_of(experiments.settings_of("small", "llama", {}))}
+    (tmp_path / "small.jsonl").write_text(json.dumps(experiments.sealed(llama)) + "\n")
+    monkeypatch.setattr(experiments, "prepare", lambda *_: {"choosing": ""})
+    monkeypatch.setattr(experiments, "run_all", lambda *_: (0, 0))
+    command = ["run.py", "small", "--arms", "tree", "--output", str(tmp_path)]
+    for changes, message in (([], "0"), (["--set", "steps=100"], "holds llama, seed 0, with other settings")):
+        monkeypatch.setattr(sys, "argv", [*command, *changes])
+        with pytest.raises(SystemExit, match=message):
+            experiments.main()
