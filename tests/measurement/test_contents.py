@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 
 import pytest
 
@@ -19,9 +20,9 @@ SETTINGS = MeasureSettings(max_sequences=4, sequence_length=12, measures=["displ
 def is_known(into, tmp_path):
     """Whether the folder's results are taken for those of this model and data; a refusal means that they are not."""
 
-    def known(model, data):
+    def known(model, data, settings=SETTINGS, **options):
         try:
-            _, said = into(model, tmp_path / "out", SETTINGS, data)
+            _, said = into(model, tmp_path / "out", settings, data, **options)
         except FulldepthError as error:
             if "another run" not in str(error):
                 raise
@@ -39,15 +40,17 @@ def replaced(path, content):
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def test_text_weights_and_tokenizer_replaced_at_equal_size_and_time(is_known, checkpoint, text_file, tmp_path):
-    """The tokenizer lies beside the model, where loading finds it."""
+@pytest.mark.parametrize("beside", [".", "tokenizer"])
+def test_text_weights_and_tokenizer_replaced_at_equal_size_and_time(is_known, checkpoint, text_file, tmp_path, beside):
+    """The tokenizer lies beside the model, in either place where loading finds it."""
     model, text = tmp_path / "run" / "model", tmp_path / "text.txt"
     shutil.copytree(checkpoint("llama"), model)
     shutil.copy(text_file, text)
+    (tmp_path / "run" / beside).mkdir(exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.move(model / name, tmp_path / "run" / name)
+        shutil.move(model / name, tmp_path / "run" / beside / name)
     assert not is_known(model, str(text))  # and measures it
-    weights, tokenizer = model / "model.safetensors", tmp_path / "run" / "tokenizer.json"
+    weights, tokenizer = model / "model.safetensors", tmp_path / "run" / beside / "tokenizer.json"
     kept = {path: path.read_bytes() for path in (text, weights, tokenizer)}
     words = json.loads(kept[tokenizer])
     vocabulary = words["model"]["vocab"]
@@ -68,3 +71,20 @@ def test_text_weights_and_tokenizer_replaced_at_equal_size_and_time(is_known, ch
     assert is_known(model, str(text))
     write_json(tokenizer, words)
     assert not is_known(model, str(text))
+
+
+@pytest.mark.parametrize("role", ["model", "reference"])
+def test_a_run_that_got_a_further_checkpoint_is_another_model(is_known, checkpoint, text_file, tmp_path, role):
+    """A run's folder stands for its last checkpoint, which is read."""
+    run = tmp_path / "run"
+    shutil.copytree(checkpoint("llama", 1), run / "checkpoint-10")
+    settings = SETTINGS
+    model = run
+    if role == "reference":
+        settings = SETTINGS.model_copy(update={"measures": ["mmd"], "reference": str(run)})
+        model = checkpoint("llama")
+    known = partial(is_known, model, str(text_file), settings, series=False)
+    assert not known()  # and measures it
+    assert known()
+    shutil.copytree(checkpoint("llama", 2), run / "checkpoint-20")
+    assert not known()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,15 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import sha256_of, sha256_of_file
 from fulldepth.core.progress import Watcher, without_repeats
 from fulldepth.data import Sequences, Source
-from fulldepth.hf import find_checkpoints, has_weights, incomplete_checkpoints, packaged, trained_steps
+from fulldepth.hf import (
+    checkpoint_of,
+    find_checkpoints,
+    find_tokenizer,
+    has_weights,
+    incomplete_checkpoints,
+    packaged,
+    trained_steps,
+)
 from fulldepth.results import COLUMNS, DOCUMENT, GROUPS, PAGE, TABLE, Results, joined_influences
 from fulldepth.settings.measure import LINEAR_LENS, SPEED_ONLY, MeasureSettings
 
@@ -32,23 +41,35 @@ Contents = tuple[str, dict[str, str]]
 """Absolute path, or Hub name, and name -> sha256 of every file that may be read; none for a Hub name."""
 
 
-def hash_contents(place: str | Path) -> Contents:
-    """Hash the files of a local path; a Hub name is identified by the name alone.
+def hash_contents(model: str | Path) -> Contents:
+    """Hash the files that loading a local model reads; a Hub name is identified by the name alone.
 
-    Only files at the top level of a folder count; subfolders may hold results, logs and other checkpoints. A folder
-    without a tokenizer gets the one in its parent folder, as in loading.
+    Of a training run without a final model these are the files of its last complete checkpoint. Only files at the top
+    level of a folder count; subfolders may hold results, logs and other checkpoints. A folder without a tokenizer gets
+    the one that loading finds near it (`find_tokenizer`).
 
     Raises:
         FulldepthError: if a file cannot be read.
     """
-    path = Path(packaged(str(place)))
-    if not path.exists():
-        return str(place), {}
-    path = path.resolve()
-    files = {file.name: file for file in ([path] if path.is_file() else _files(path, "*"))}
-    if path.is_dir() and not {"tokenizer.json", "tokenizer_config.json"} & files.keys():
-        files |= {f"../{file.name}": file for pattern in TOKENIZER for file in _files(path.parent, pattern)}
-    return str(path), {name: sha256_of_file(file) for name, file in files.items()}
+    checkpoint = checkpoint_of(model)
+    path, hashes = _hash_files(checkpoint)
+    folder = Path(packaged(checkpoint))
+    tokenizer = find_tokenizer(folder) if folder.is_dir() else None
+    if tokenizer is not None and Path(tokenizer) != folder:
+        files = {file.name: file for pattern in TOKENIZER for file in _files(Path(tokenizer), pattern)}
+        where = os.path.relpath(tokenizer, folder)
+        hashes |= {f"{where}/{name}": sha256_of_file(file) for name, file in files.items()}
+    return path, hashes
+
+
+def _hash_files(name: str) -> Contents:
+    """Hash a local file, or the files at the top level of a local folder; any other name is a Hub name."""
+    place = Path(packaged(name))
+    if not place.exists():
+        return name, {}
+    path = place.resolve()
+    files = [path] if path.is_file() else _files(path, "*")
+    return str(path), {file.name: sha256_of_file(file) for file in files}
 
 
 def _weights(model: Contents) -> dict[str, str]:
@@ -79,8 +100,11 @@ def _read_to_fit(data: Source | Sequences, settings: MeasureSettings) -> Any:
 
 def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings: MeasureSettings) -> list[str]:
     """For each model, sha256 of everything that affects its results: models, data, settings, version."""
-    other_contents: list[Any] = [place and hash_contents(place) for place in (settings.reference, settings.tokenizer)]
-    other_contents.append(_read_to_fit(data, settings))
+    other_contents: list[Any] = [
+        settings.reference and hash_contents(settings.reference),
+        settings.tokenizer and _hash_files(settings.tokenizer),
+        _read_to_fit(data, settings),
+    ]
     settings_read = settings.model_dump(exclude=SPEED_ONLY | {"reference", "tokenizer", "fit"})
     shared = [__version__, data.name, data.hash, other_contents, settings_read]
     return [digest([*shared, model]) for model in models]
