@@ -7,6 +7,7 @@ import transformers as tf
 from tokenizers.processors import TemplateProcessing
 
 import tiny_models
+from data.conftest import jsonl
 from fulldepth.data import train_tokenizer
 from fulldepth.measurement import measure
 from fulldepth.measurement.caveats import gaps, spans
@@ -50,6 +51,58 @@ def test_a_class_token_counts_where_there_is_one(checkpoint, picture_folder, rag
         rows = found.table.query("statistic == 'mean' and site == 'residual'")
         assert (stated["name"], max(rows["count"])) == expected  # none has a direction at a layer that is all zeros
         assert words in stated["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("options", "weighs"),
+    [
+        ({"measures": ["displacement"]}, "equal"),
+        ({"measures": ["lens_loss"]}, "responses"),
+        ({"measures": ["displacement", "lens_loss"]}, "responses"),
+        ({"measures": ["lens_loss"], "score": "all"}, "equal"),
+        ({"measures": ["displacement"], "token_policy": "last"}, "equal"),
+    ],
+)
+def test_errors_rest_on_the_tokens_that_count(checkpoint, tokenizer, corpus, tmp_path, options, weighs):
+    """Ten pairs of equal length, three with long responses; their effective number (Kish) by hand."""
+    ids = tokenizer(corpus)["input_ids"]
+    texts = [(tokenizer.decode(ids[n : n + 30]), tokenizer.decode(ids[n + 30 : n + 60])) for n in (0, 100, 200)]
+    texts += [(tokenizer.decode(ids[n : n + 59]), "x") for n in range(300, 1000, 100)]
+    jsonl(tmp_path / "pairs.jsonl", *({"prompt": prompt, "response": text} for prompt, text in texts))
+    responses = [len(tokenizer(text)["input_ids"]) for _, text in texts]
+    lengths = [len(tokenizer(prompt)["input_ids"]) + n for (prompt, _), n in zip(texts, responses, strict=True)]
+    assert max(lengths) < 1.2 * min(lengths)
+    found = measure(checkpoint("llama"), str(tmp_path / "pairs.jsonl"), chat=False, sequence_length=80, **options)
+    worth = sum(responses) ** 2 / sum(n * n for n in responses)
+    assert 2 < worth < 6
+    expected = 10 if weighs == "equal" else worth
+    assert found.meta["data"]["independent"] == pytest.approx(expected, abs=1e-4)
+    said = " ".join(found.meta["warnings"])
+    assert (f"on 10 rows, worth {worth:.1f} of equal weight" in said) == (weighs == "responses")
+
+
+@pytest.mark.parametrize(("scored", "share"), [("responses", 86), ("tokens", 78)])
+def test_no_error_where_one_row_holds_most_of_what_counts(checkpoint, corpus, tmp_path, scored, share):
+    """A classifier reads one token of a row, so the rows count alike, however long one is."""
+    if scored == "responses":
+        pairs = [{"prompt": "ab " * 27 + letter, "response": "x"} for letter in "abcdefghi"]
+        jsonl(tmp_path / "data.jsonl", *pairs, {"prompt": "q", "response": corpus[:78]})
+        found = measure(checkpoint("llama"), str(tmp_path / "data.jsonl"), chat=False, measures=["lens_loss"])
+        assert found.meta["data"]["no_error"] == f"one row of 10 holds {share} % of the predicted tokens"
+        assert "standard_error" not in set(found.table.statistic)
+    else:
+        jsonl(
+            tmp_path / "data.jsonl",
+            *({"text": letter, "label": index % 3} for index, letter in enumerate("abcde")),
+            {"text": corpus[:70], "label": 0},
+        )
+        model = checkpoint("bert-classifier")
+        options = {"measures": ["lens_loss", "displacement"]}
+        found = measure(model, str(tmp_path / "data.jsonl"), **options)
+        assert (found.meta["data"]["no_error"], found.meta["data"]["independent"]) == (None, 6)
+        assert found.values("lens_loss", "standard_error").notna().all()
+        found = measure(model, str(tmp_path / "data.jsonl"), token_policy="all", **options)
+        assert found.meta["data"]["no_error"] == f"one row of 6 holds {share} % of the tokens"
 
 
 def test_weights_that_are_all_zero_are_named_with_what_they_undo(tokenizer, text_file):

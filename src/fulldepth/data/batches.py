@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -14,6 +14,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import reading
 from fulldepth.core.targets import IGNORE
 from fulldepth.core.uncertainty import deal, independent
+from fulldepth.data.drawing import dominance
 from fulldepth.data.records import ImageRecord
 
 T = TypeVar("T")
@@ -221,12 +222,15 @@ class Sequences:
     empty = each sequence is its own."""
     unit: str = "sequence"
     """What a cluster is, for sentences on errors: `document`, `row`, `image`, `block of 4,096 tokens`, ..."""
-    no_error: str | None = None
-    """Reason why no standard error can be stated for these data; None if it can."""
+    too_few_blocks: str | None = None
+    """Reason why windows of these documents allow no standard error, whatever counts; None if they do."""
     documents: int | None = None
     """Number of files, novels or rows that the sequences come from; None = one for each cluster."""
     contents: frozenset[int] = field(default=frozenset(), repr=False)
     """`DataRecord.content` of every document or row with tokens in a sequence; empty = not known."""
+    weights: Mapping[str, Sequence[int]] = field(default_factory=dict, repr=False)
+    """What the numbers of a measurement are means over (`tokens`, `predicted tokens`) -> how many of these each
+    sequence holds; empty = all tokens."""
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -247,11 +251,36 @@ class Sequences:
         return len(set(self.lengths)) == 1
 
     @property
+    def targets(self) -> list[int]:
+        """Predicted tokens of each sequence; of classification, 1 for a sequence with a label."""
+        if self.task.endswith("-classification"):
+            return [int(example.class_index != IGNORE) for example in self.examples]
+        return [example.predicted if isinstance(example, Example) else 0 for example in self.examples]
+
+    @property
     def independent(self) -> float:
-        """The number of groups of clusters for Student's t, by their tokens (`uncertainty.independent`)."""
+        """The number of groups of clusters for Student's t (`uncertainty.independent`).
+
+        If some numbers are means over all tokens and others over the predicted ones (`weights`), it is the smaller of
+        the two: intervals are then wide enough for both.
+        """
+        group = deal(self.clusters or range(len(self)))
+        return min(independent(np.bincount(group, weights)) for weights in self._weights.values())
+
+    @property
+    def no_error(self) -> str | None:
+        """Reason why no standard error can be stated for these data; None if it can.
+
+        One cluster with too many of the tokens, or of the predicted ones (`weights`), is such a reason.
+        """
         clusters = self.clusters or range(len(self))
-        tokens = [max(1, length) for length in self.lengths] or [1] * len(self)
-        return independent(np.bincount(deal(clusters), tokens))
+        reasons = (dominance(clusters, weights, self.unit, noun) for noun, weights in self._weights.items())
+        return self.too_few_blocks or next(filter(None, reasons), None)
+
+    @property
+    def _weights(self) -> Mapping[str, Sequence[int]]:
+        """`weights`, or all tokens of each sequence; an image counts once."""
+        return self.weights or {"tokens": [max(1, length) for length in self.lengths]}
 
     def describe(self) -> dict[str, Any]:
         """The entry `data` of `results.json`."""

@@ -320,17 +320,18 @@ def block_clusters(windows: Sequence[Window], identities: Sequence[int]) -> tupl
     return [identities[windows[0].document]] * len(windows), f"block of {BLOCK:,} tokens", reason
 
 
-def dominance(clusters: Sequence[int], lengths: Sequence[int], unit: str) -> str | None:
+def dominance(clusters: Sequence[int], weights: Sequence[int], unit: str, noun: str = "tokens") -> str | None:
     """The clause on a cluster with so many of the tokens that no error can be stated; None if there is none, or there
     are too few clusters anyway.
 
     Args:
         clusters: of each sequence.
-        lengths: tokens of each sequence.
+        weights: tokens of each sequence that count.
         unit: what a cluster is.
+        noun: what these tokens are.
     """
     _, number = np.unique(np.array(clusters, np.uint64), return_inverse=True)
-    tokens = np.bincount(number, lengths)
+    tokens = np.bincount(number, weights)
     if len(tokens) < FEWEST_DOCUMENTS or effective(tokens) >= FEWEST_EFFECTIVE:
         return None
-    return f"one {unit} of {len(tokens)} holds {100 * tokens.max() / tokens.sum():.0f} % of the tokens"
+    return f"one {unit} of {len(tokens)} holds {100 * tokens.max() / tokens.sum():.0f} % of the {noun}"

@@ -24,7 +24,7 @@ from fulldepth.data.batches import (
 )
 from fulldepth.data.columns import CONVERSATIONS
 from fulldepth.data.conversations import Score, empty_warning, read_conversations, response_examples
-from fulldepth.data.drawing import block_clusters, cut_windows, dominance, room_taken
+from fulldepth.data.drawing import block_clusters, cut_windows, room_taken
 from fulldepth.data.opening import Order
 from fulldepth.data.records import ConversationRecord, ImageRecord, TextRecord
 from fulldepth.data.sources import SKIP, Source, choose, content_identities, identities
@@ -118,8 +118,8 @@ class Encoded(NamedTuple):
     """Their `document` is their cluster."""
     unit: str
     """What a cluster is."""
-    no_error: str | None = None
-    """The reason if no standard error can be stated."""
+    too_few_blocks: str | None = None
+    """The reason if windows of these documents allow no standard error."""
     documents: int | None = None
     """Number of documents; None if each cluster is one."""
     read: Collection[int] | None = None
@@ -244,7 +244,7 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         no_targets=NO_MASK if task == "masked-lm" and not masks else None,
         clusters=clusters,
         unit=encoded.unit,
-        no_error=encoded.no_error or dominance(clusters, lengths, encoded.unit),
+        too_few_blocks=encoded.too_few_blocks,
         documents=encoded.documents,
         contents=frozenset(sample.records[i].content for i in encoded.read or range(len(sample))),
     )
@@ -283,11 +283,11 @@ def _windows(given: Sequence[TextRecord], plan: Preparation, warnings: list[str]
     typed = _has_types(tokenizer, documents[0][1])
     first = {text: name for name, text in reversed(documents)}  # equal texts are one document
     names = [first[text] for _, text in documents]
-    clusters, unit, no_error = block_clusters(drawn.windows, names)
+    clusters, unit, too_few_blocks = block_clusters(drawn.windows, names)
     windows = zip(drawn.windows, clusters, strict=True)
     examples = [_example(window.ids, task, typed, document=cluster) for window, cluster in windows]
     number = len({names[window.document] for window in drawn.windows})
-    return Encoded(examples, unit, no_error, number, {owners[document] for document in drawn.documents})
+    return Encoded(examples, unit, too_few_blocks, number, {owners[document] for document in drawn.documents})
 
 
 def _opening(frame: Frame, plan: Preparation, warnings: list[str]) -> tuple[int, ...]:

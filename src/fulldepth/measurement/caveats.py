@@ -53,7 +53,7 @@ def caveats(subject: Subject, counting: Counting, setup: Setup, table: pd.DataFr
         lines.append(f"No standard errors: {reason}.")
     elif clusters.independent < FEW_CLUSTERS:
         fewer = clusters.independent < clusters.number
-        worth = f", worth {clusters.independent:.1f} of equal length" if fewer else ""
+        worth = f", worth {clusters.independent:.1f} of equal weight" if fewer else ""
         lines.append(
             f"Standard errors rest on {clusters.number} {plural(clusters.unit)}{worth}: a 95 % interval is "
             f"{quantile(clusters.independent):.1f} standard errors to either side (Student's t)."

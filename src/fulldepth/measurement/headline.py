@@ -33,7 +33,7 @@ class Clusters:
     no_error: str | None = None
     """Reason of the data for stating no standard error."""
     independent: float = math.inf
-    """The number of groups of units for Student's t, by their tokens (`uncertainty.independent`)."""
+    """The number of groups of units for Student's t (`Sequences.independent`)."""
 
     @classmethod
     def of(cls, sequences: Sequences) -> Clusters:

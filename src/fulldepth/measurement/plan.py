@@ -46,6 +46,30 @@ class MeasurePlan:
         }
 
 
+def weights_of(subject: Subject, counting: tokens.Counting, settings: MeasureSettings) -> dict[str, list[int]]:
+    """What the chosen measures are means over -> how many of these each sequence holds (`Sequences.weights`).
+
+    Measures of predictions weigh by targets, the others by the tokens that the policy counts. Effects of removal do
+    both, and read single tokens also where other measures read means over tokens.
+    """
+    sequences = subject.sequences
+    chosen = {
+        name: measure
+        for name, measure in METRICS.items()
+        if name in settings.named_measures or (settings.default_measures and not measure.optional)
+    }
+    removes = "layer_effect" in chosen
+    of_predictions = {name for name, measure in chosen.items() if "targets" in measure.needs}
+    weights: dict[str, list[int]] = {}
+    if removes or chosen.keys() - of_predictions:
+        policy = "all" if removes and counting.policy in tokens.POOLED else counting.policy
+        lengths = sequences.lengths
+        weights["tokens"] = tokens.how_many(policy, lengths, counting.leading) if any(lengths) else [1] * len(lengths)
+    if (removes or of_predictions) and not _no_targets(subject, shows_all=False) and any(sequences.targets):
+        weights["predicted tokens"] = sequences.targets
+    return weights
+
+
 def make_setup(subject: Subject, counting: tokens.Counting, settings: MeasureSettings) -> Setup:
     """Sizes of model and data, known before the first batch."""
     anatomy = subject.anatomy
@@ -54,9 +78,9 @@ def make_setup(subject: Subject, counting: tokens.Counting, settings: MeasureSet
     lengths = sequences.lengths
     if not any(lengths):
         lengths = [verified.positions] * len(sequences)
-    num_tokens = tokens.how_many(counting.policy, lengths, counting.leading)
+    num_tokens = sum(tokens.how_many(counting.policy, lengths, counting.leading))
     # effects are of single tokens, also where the other measures read means over tokens
-    effect_tokens = sum(lengths) if counting.policy in ("mean", "mean-patches") else num_tokens
+    effect_tokens = sum(lengths) if counting.policy in tokens.POOLED else num_tokens
     if not num_tokens:
         raise FulldepthError(f"--token-policy {counting.policy} leaves no token: every sequence is a single one.")
     device = subject.device if subject.device.type != "mps" else torch.device("cpu")  # MPS has no float64

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,7 +34,7 @@ from fulldepth.measurement.generated import continued, steps_of
 from fulldepth.measurement.headline import Clusters, headline
 from fulldepth.measurement.linear_lens import LinearLens, fit_linear_lens, fitting_text
 from fulldepth.measurement.passes import Clock, StepProgress, run_pass, weigh
-from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan
+from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan, weights_of
 from fulldepth.measurement.series import (
     SeriesPoint,
     digest,
@@ -400,6 +401,7 @@ def measure_subject(
     start = time.perf_counter() if start is None else start
     clock = Clock()
     counting = tokens.Counting.of(subject, settings.token_policy)
+    subject.data = replace(subject.sequences, weights=weights_of(subject, counting, settings))
     reference = None
     scales = None
     if settings.reference is not None:

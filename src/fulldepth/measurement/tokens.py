@@ -189,7 +189,7 @@ def counted_positions(
     return torch.zeros_like(attention_mask).scatter_(1, last_eos[:, None], True)
 
 
-def how_many(policy: str, lengths: Sequence[int], leading: int = 0) -> int:
-    """Number of tokens that a policy counts in sequences of these lengths; of pooled ones, of sequences."""
+def how_many(policy: str, lengths: Sequence[int], leading: int = 0) -> list[int]:
+    """Number of tokens that a policy counts in each of the sequences of these lengths; 1 for a pooled one."""
     left_out = {"all": 0, "no-first": 1, "patches": leading}.get(policy)
-    return len(lengths) if left_out is None else sum(lengths) - left_out * len(lengths)
+    return [1 if left_out is None else length - left_out for length in lengths]
