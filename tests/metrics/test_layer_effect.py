@@ -25,6 +25,13 @@ def test_relative_change_is_the_norm_of_the_difference_over_that_of_the_update()
         relative_change(zero, torch.zeros(2, 4))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_relative_change_of_long_updates_in_half_precision(dtype):
+    """Their norm, 128,000, is infinite in float16."""
+    update = torch.full((1, 4096), 2000.0, dtype=dtype)
+    assert_allclose(relative_change(update, update / 2), 0.5, rtol=1e-6)
+
+
 def test_drawn_positions_are_distinct_multiples_of_eight_below_the_length():
     lengths = torch.tensor([100, 8, 9, 25, 40])
     starts = draw_starts(lengths, torch.arange(5), 3, seed=4)  # [3, 5]

@@ -36,7 +36,8 @@ def relative_change(update: Tensor, changed: Tensor) -> Tensor:
 
     Returns:
         `[...]`, unit 1, in [0, inf]; 0 = the update is the same, 1 = the change is as long as the update. NaN where
-        both updates are exactly zero, inf where only `update` is.
+        both updates are exactly zero, inf where only `update` is. float32, or float64 for updates in float64: norms in
+        half precision would overflow.
 
     Raises:
         ValueError: if the shapes differ.
@@ -47,6 +48,8 @@ def relative_change(update: Tensor, changed: Tensor) -> Tensor:
         raise ValueError(
             f"update and changed must have one shape, got {tuple(update.shape)} and {tuple(changed.shape)}"
         )
+    if update.dtype != torch.float64:
+        update, changed = update.float(), changed.float()
     return torch.linalg.vector_norm(update - changed, dim=-1) / torch.linalg.vector_norm(update, dim=-1)
 
 
