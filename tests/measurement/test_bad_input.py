@@ -107,3 +107,45 @@ def test_activations_that_overflow(wrong, overflowing):
 def test_more_memory_than_there_is_is_refused_before_the_start(wrong, monkeypatch):
     monkeypatch.setattr("fulldepth.measurement.plan.available_memory", lambda device: 1000)
     wrong(says=["before the start", "reservoir_tokens"])
+
+
+def test_the_distances_of_mmd_count_as_memory(checkpoint, text_file, monkeypatch):
+    """Of 64 tokens of both models: three matrices of 128 x 128 in float64, more than all else that MMD holds."""
+    options = {"max_sequences": 4, "sequence_length": 16, "measures": ["mmd"], "reference": str(checkpoint("llama", 1))}
+    monkeypatch.setattr("fulldepth.measurement.plan.available_memory", lambda device: 3 * 128**2 * 8)
+    with refused("Out of memory before the start.*distances of MMD 0.4 MiB"):
+        fulldepth.measure(checkpoint("llama"), text_file, **options)
+    monkeypatch.setattr("fulldepth.measurement.plan.available_memory", lambda device: 6 * 128**2 * 8)
+    assert "mmd" in set(fulldepth.measure(checkpoint("llama"), text_file, **options).table.measure)
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ({"reference": "there"}, "--reference has no effect without mmd among --measures"),
+        ({"words": ["the", "and"]}, "--words has no effect without separability among --measures"),
+    ],
+)
+def test_settings_of_a_measure_that_is_not_computed(setting, says):
+    with refused(says):
+        fulldepth.measure("nowhere", ["text"], measures=["displacement"], **setting)
+
+
+@pytest.mark.parametrize(("words", "says"), [("the,zebra", "the word 'zebra' occurs 0 times"), ("the", "only one")])
+def test_words_that_are_too_rare_are_refused_before_the_passes(trained, corpus, monkeypatch, words, says):
+    monkeypatch.setattr("fulldepth.measurement.run.run_pass", lambda *_, **__: pytest.fail("the passes began"))
+    with refused(f"separability was asked for but cannot be measured: .*{says}"):
+        fulldepth.measure(trained, [corpus[:4000]], measures=["default", "separability"], words=words)
+
+
+def test_a_measure_that_turns_out_empty_costs_no_other_number(trained, corpus, monkeypatch):
+    """Constant states have no coherence, which is found out after the passes."""
+    monkeypatch.setattr("fulldepth.metrics.Coherence.rows", lambda self: [])
+    options = {"max_sequences": 4, "sequence_length": 16}
+    found = fulldepth.measure(trained, [corpus[:4000]], measures=["displacement", "coherence"], **options)
+    assert set(found.table.measure) == {"displacement"}
+    reason = "the states do not vary along the sequence at any layer"
+    assert {"measure": "coherence", "reason": reason} in found.meta["left_out"]
+    assert f"coherence was asked for but cannot be measured: {reason}." in found.meta["warnings"]
+    with refused("coherence was asked for but cannot be measured"):
+        fulldepth.measure(trained, [corpus[:4000]], measures=["coherence"], **options)

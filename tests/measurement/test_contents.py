@@ -1,4 +1,4 @@
-"""What counts as the same measurement: the contents of model and data, not their names, sizes or times."""
+"""What counts as the same measurement: the contents of model and data at their places, not their sizes or times."""
 
 from __future__ import annotations
 

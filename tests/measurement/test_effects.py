@@ -51,6 +51,14 @@ def tokens_of(texts):
     return [tables.tokenizer()(text)["input_ids"][:LENGTH] for text in texts]
 
 
+def test_a_sample_of_effects_is_told_also_where_the_policy_counts_means(texts):
+    """The policy counts 8 means, fewer than the sample holds; effects are of single tokens."""
+    sampling = measured(stock("llama"), texts, token_policy="mean", reservoir_tokens=20).meta["sampling"]
+    number = sum(map(len, tokens_of(texts)))
+    assert number > 20
+    assert f"the 90 % quantile of layer_effect reads 20 of {number} tokens" in sampling["sentence"]
+
+
 def test_a_model_of_one_layer_has_no_later_layer(texts):
     config = stock("llama").config
     config.num_hidden_layers = 1

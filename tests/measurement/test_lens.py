@@ -67,6 +67,29 @@ def test_a_long_text_is_shown_whole_or_said_to_be_cut(trained, tokenizer):
     assert any("40 tokens and cut" in line for line in said)
 
 
+def test_more_texts_than_a_measurement_reads_are_all_shown(trained):
+    """A measurement reads 256 sequences unless it is told otherwise."""
+    words = [f"{number} cats sat" for number in range(300)]
+    samples = lens(trained, words, top_k=1).meta["lens_grid"]["samples"]
+    assert len(samples) == 300
+    with refused("The lens shows at most 1,000 texts, got 1,001."):
+        lens(trained, ["the mat"] * 1001)
+
+
+def test_a_text_of_more_tokens_than_the_grid_holds_is_said_to_be_cut(tokenizer):
+    said = []
+    config = tf.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=8192,
+    )  # fmt: skip
+    model = tf.LlamaForCausalLM(config).eval()
+    text = TEXT * 500
+    assert len(tokenizer(text)["input_ids"]) > 4200
+    options = {"sequence_length": 5000, "top_k": 1, "watcher": Watcher(say=said.append)}
+    assert lens(model, text, tokenizer=tokenizer, **options).lens()["position"].max() == 4096
+    assert any("4096 tokens and cut" in line for line in said)
+
+
 def test_one_token_is_shown_and_needs_no_target(trained, tokenizer, main, tmp_path):
     """Oracle: the first column of a longer text, which causal attention does not change."""
     said, token = [], tokenizer.decode(tokenizer(TEXT)["input_ids"][:1])

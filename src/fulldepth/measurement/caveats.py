@@ -100,10 +100,16 @@ def sampling(subject: Subject, settings: MeasureSettings, setup: Setup, table: p
         parts.append(f"the lens reads {sizes['lens_positions']:,} of {targets:,} positions{why}")
     if "renyi_entropy" in measured and sizes["entropy_sequences"] < setup.num_sequences:
         parts.append(f"the entropies {sizes['entropy_sequences']} of {setup.num_sequences:,} sequences")
-    names = [text for name, text in RESERVOIR.items() if name in measured]
-    if names and setup.reservoir_tokens < setup.num_tokens:
+    samples: dict[tuple[int, int], list[str]] = {}  # tokens kept, tokens in the data -> measures, in words
+    for name, text in RESERVOIR.items():
+        size = (setup.reservoir_tokens, setup.num_tokens)
+        if name == "layer_effect":
+            size = (setup.effect_tokens, setup.effect_population)
+        if name in measured and size[0] < size[1]:
+            samples.setdefault(size, []).append(text)
+    for (kept, population), names in samples.items():
         verb = "read" if len(names) > 1 else "reads"
-        parts.append(f"{' and '.join(names)} {verb} {setup.reservoir_tokens:,} {of_tokens}")
+        parts.append(f"{' and '.join(names)} {verb} {kept:,} of {population:,} tokens")
     if "cka" in measured and (read := int(table["count"][table.measure == "cka"].max())) < setup.num_tokens:
         sizes["cka_tokens"] = read
         parts.append(f"CKA reads {read:,} {of_tokens}")

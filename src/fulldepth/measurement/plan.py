@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from fulldepth.core.errors import FulldepthError, unknown
+from fulldepth.data import Sequences
 from fulldepth.execution import Verified
 from fulldepth.execution.verify import READS_LATER
 from fulldepth.hf import Anatomy, Classifier, available_memory
@@ -17,6 +18,8 @@ from fulldepth.measurement.caveats import NO_TARGET
 from fulldepth.measurement.weights import projection_names, shares_of_heads
 from fulldepth.metrics import METRICS, Measure, Setup
 from fulldepth.metrics.layer_effect import STRIDE
+from fulldepth.metrics.mmd import mmd_bytes
+from fulldepth.metrics.separability import FOLDS
 from fulldepth.settings.measure import DEFAULT, MeasureSettings
 from fulldepth.subject import Subject
 
@@ -34,6 +37,8 @@ class MeasurePlan:
     sites: set[str] = field(default_factory=set)
     """Activation sites to capture."""
     left_out: list[dict[str, str]] = field(default_factory=list)
+    unmeasured: list[str] = field(default_factory=list)
+    """A sentence for each measure that was asked for by name and turned out to have no number after the passes."""
     masked_pass: bool = False
     """Whether measures of predictions use a separate forward pass over masked text."""
 
@@ -80,7 +85,7 @@ def make_setup(subject: Subject, counting: tokens.Counting, settings: MeasureSet
         lengths = [verified.positions] * len(sequences)
     num_tokens = sum(tokens.how_many(counting.policy, lengths, counting.leading))
     # effects are of single tokens, also where the other measures read means over tokens
-    effect_tokens = sum(lengths) if counting.policy in tokens.POOLED else num_tokens
+    effect_population = sum(lengths) if counting.policy in tokens.POOLED else num_tokens
     if not num_tokens:
         raise FulldepthError(f"--token-policy {counting.policy} leaves no token: every sequence is a single one.")
     device = subject.device if subject.device.type != "mps" else torch.device("cpu")  # MPS has no float64
@@ -104,7 +109,8 @@ def make_setup(subject: Subject, counting: tokens.Counting, settings: MeasureSet
         projections=projection_names(anatomy),
         effect_parts=tuple(dict.fromkeys(settings.effect_parts)),
         effect_positions=settings.effect_positions,
-        effect_tokens=min(settings.reservoir_tokens or effect_tokens, effect_tokens),
+        effect_tokens=min(settings.reservoir_tokens or effect_population, effect_population),
+        effect_population=effect_population,
         double=subject.model.dtype == torch.float64,
         seed=settings.seed,
         device=device,
@@ -226,10 +232,7 @@ def missing(setup: Setup, subject: Subject, has_reference: bool, shows_all: bool
         ),
         "labels": ((sequences.num_classes or 0) < 2, "the data have no labels of two or more classes"),
         "classes": (not setup.num_classes, f"{kind} does not predict one class of a sequence"),
-        "words": (
-            not setup.words or sequences.kind in ("images", "objects"),
-            "images have no words" if setup.words else "no words were named (--words is,are,was,were)",
-        ),
+        "words": (bool(no_words := _no_words(setup.words, sequences)), no_words),
         "equal_lengths": (
             not sequences.equal_lengths or setup.sequence_length < 2,
             "it needs sequences of one length, two tokens at least, without padding",
@@ -248,6 +251,23 @@ def missing(setup: Setup, subject: Subject, has_reference: bool, shows_all: bool
         "reference": (not has_reference, "no reference model was named (--reference MODEL)"),
     }
     return {name: reason for name, (lacks, reason) in checks.items() if lacks}
+
+
+def _no_words(words: Sequence[str], sequences: Sequences) -> str:
+    """The reason why the separability of words cannot be measured; empty if it can."""
+    if not words:
+        return "no words were named (--words is,are,was,were)"
+    if sequences.kind in ("images", "objects"):
+        return "images have no words"
+    if len(words) < 2:
+        return "it compares words, and only one was named"
+    marks = [example.words[example.words >= 0] for example in sequences.examples if example.words is not None]
+    occurrences = torch.cat([*marks, torch.zeros(0, dtype=torch.int64)]).bincount(minlength=len(words))
+    rarest = int(occurrences.argmin())
+    if occurrences[rarest] >= FOLDS:
+        return ""
+    times = "once" if occurrences[rarest] == 1 else f"{occurrences[rarest]} times"
+    return f"the word {words[rarest]!r} occurs {times} in the sequences, and it takes {FOLDS} occurrences of each"
 
 
 def _no_removal(subject: Subject, parts: Collection[str]) -> str:
@@ -318,23 +338,25 @@ def check_memory(plan: MeasurePlan, subject: Subject, batch_size: int) -> str:
     """
     held = plan.memory
     setup = plan.setup
-    layers = sum(setup.num_layers + (site in ("residual", "reference")) for site in plan.sites)
-    layers += (setup.num_layers + 1) * plan.masked_pass
+    stack = setup.num_layers + 1
+    layers = sum(stack if site == "residual" else setup.num_layers for site in plan.sites)
+    layers += stack * (plan.masked_pass + ("mmd" in plan.measures))  # MMD also reads the states of the reference
     positions = min(batch_size, setup.num_sequences) * setup.sequence_length
-    # CKA converts the sample to float64.
     batch = layers * positions * setup.width * subject.model.dtype.itemsize
-    total = held["accumulators"] + held["reservoirs"] + max(batch, 2 * held["reservoirs"])
+    distances = mmd_bytes(2 * setup.reservoir_tokens) if "mmd" in plan.measures else 0
+    # after the passes, CKA converts its sample to float64, and MMD holds the distances of one layer
+    total = held["accumulators"] + held["reservoirs"] + max(batch, 2 * held["reservoirs"] + distances)
     free = available_memory(setup.device)
-    accumulators, reservoirs, activations, left = (
-        f"{size / (1 << 20):,.1f} MiB" for size in (*held.values(), batch, free)
+    accumulators, reservoirs, activations, of_mmd, left = (
+        f"{size / (1 << 20):,.1f} MiB" for size in (*held.values(), batch, distances, free)
     )
     sentence = (
-        f"Memory beside the model: accumulators {accumulators}, sample of {setup.reservoir_tokens} of "
-        f"{setup.num_tokens} tokens {reservoirs}, activations of one batch {activations}."
+        f"Memory beside the model: accumulators {accumulators}, samples of tokens {reservoirs}, activations of one "
+        f"batch {activations}{f', distances of MMD {of_mmd}' if distances else ''}."
     )
     if total > free:
         raise FulldepthError(
             f"Out of memory before the start. {sentence} Free: {left}. Try a smaller --batch-size, "
-            "--sequence-length or reservoir_tokens, or fewer --measures."
+            "--sequence-length or reservoir_tokens (which does not limit CKA), or fewer --measures."
         )
     return sentence

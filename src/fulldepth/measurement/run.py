@@ -62,7 +62,14 @@ from fulldepth.results import (
     tabulate,
 )
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.settings.measure import FITTING, LINEAR_LENS, LensSettings, MeasureSettings
+from fulldepth.settings.measure import (
+    FITTING,
+    LINEAR_LENS,
+    MOST_SAMPLES,
+    MOST_SHOWN,
+    LensSettings,
+    MeasureSettings,
+)
 from fulldepth.settings.train import settings_of_run
 from fulldepth.subject import Subject
 from fulldepth.subject.open import read_source
@@ -171,6 +178,8 @@ def lens(
     texts = list_of_texts(text, "Text")
     if not texts:
         raise FulldepthError("The lens needs at least one text.")
+    if len(texts) > MOST_SAMPLES:
+        raise FulldepthError(f"The lens shows at most {MOST_SAMPLES:,} texts, got {len(texts):,}.")
     if blank := [number for number, given in enumerate(texts, start=1) if not given.strip()]:
         which = f"Text {blank[0]} is" if len(texts) > 1 else "The text is"
         raise FulldepthError(f"{which} blank. Give the lens a text to read, for example 'The capital of France is'.")
@@ -185,11 +194,12 @@ def lens(
         lens_tokens=None,
         one_per_row=True,
         order="first",
+        max_sequences=len(texts),
         batch_size=len(texts),
         grid_samples=len(texts),
         grid_top=settings.top_k,
-        sequence_length=settings.sequence_length,
-        grid_positions=4096,
+        sequence_length=None if settings.sequence_length is None else min(settings.sequence_length, MOST_SHOWN),
+        grid_positions=MOST_SHOWN,
     )
     results: Results
     if settings.generate:
@@ -251,10 +261,11 @@ def measure_into(
 ) -> Results:
     """Measure a checkpoint, or every `checkpoint-N` of a training run, into a result folder.
 
-    Results of the same model, data and settings (compared by content, not by name or time) are read, not measured
-    again. An interrupted series resumes after its last finished checkpoint, and new checkpoints of a longer training
-    run extend it. Results whose writing was interrupted are measured again. The folder is locked meanwhile. With
-    several processes, each takes its share of the data and the first one writes.
+    Results of the same model, data and settings are read, not measured again: the place of the model, the name of the
+    data and the contents of both are compared, and no times. An interrupted series resumes after its last finished
+    checkpoint, and new checkpoints of a longer training run extend it. Results whose writing was interrupted are
+    measured again. The folder is locked meanwhile. With several processes, each takes its share of the data and the
+    first one writes.
 
     Args:
         model: checkpoint folder, Hub name, or a folder of `checkpoint-N`. A final model at the root of such a folder is
@@ -446,8 +457,10 @@ def measure_subject(
         if not measured:
             reason = EMPTY.get(name, "there are too few tokens or occurrences in the data")
             if name in settings.named_measures:
-                raise FulldepthError(f"{name} was asked for but cannot be measured: {reason}.")
+                plan.unmeasured.append(f"{name} was asked for but cannot be measured: {reason}.")
             plan.left_out.append({"measure": name, "reason": reason})
+    if plan.unmeasured and not rows:
+        raise FulldepthError(" ".join(plan.unmeasured))
     table = tabulate(rows)
     only_shown = shows_all and not subject.sequences.num_targets  # the lens of a text of one token
     if not only_shown and not np.isfinite(table.value.to_numpy(np.float64)).any():
@@ -553,6 +566,7 @@ def _document(
         "left_out": plan.left_out,
         "warnings": [
             *caveats(subject, counting, setup, table),
+            *plan.unmeasured,
             *(linear_lens.warnings if linear_lens is not None else ()),
         ],
         "headline": headline(table, setup.num_layers, Clusters.of(sequences)),

@@ -139,6 +139,8 @@ class Setup:
     effect_tokens: int = 0
     """Most positions that `layer_effect` keeps for its quantiles, times `effect_positions` in the scope `future`;
     0 = `reservoir_tokens`."""
+    effect_population: int = 0
+    """Tokens in the data that `effect_tokens` are drawn from."""
     effect_positions: int = 4
     """Number of positions t drawn in each sequence, before which a part is removed (see `layer_effect`)."""
     double: bool = False

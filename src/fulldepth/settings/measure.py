@@ -25,6 +25,10 @@ FITTING = ("fit", "fit_sequences")
 """Settings that say what it is fitted on."""
 OF_EFFECTS = ("effect_parts", "effect_positions", "effect_first")
 """Settings of layer_effect."""
+MOST_SAMPLES = 1000
+"""Most sequences in the lens grid."""
+MOST_SHOWN = 4096
+"""Most positions of a sequence in the lens grid."""
 SPEED_ONLY = {"batch_size", "device", "device_map"}
 """Settings that do not affect the results."""
 
@@ -68,15 +72,15 @@ class MeasureSettings(ReadingSettings):
     """Positions in the seeded sample that the lens is applied to; None = all that have a target. auto: 1,024, fewer
     where their products with the head would cost more than 1.25 forward passes over the data (at least 128)."""
     reservoir_tokens: Count | None = 2048
-    """Tokens kept for measures that are not sums (centred cosine, CKA, NC1, MMD); exact while the data fit. None =
-    all."""
+    """Tokens kept for measures that are not sums (centred cosine, NC1, MMD, the 90 % quantile of layer_effect); exact
+    while the data fit. None = all."""
     entropy_sequences: Count | None = 16
     """Sequences in the seeded sample used for the matrix entropies; None = all."""
-    grid_samples: int = Field(default=3, ge=0, le=1000)
+    grid_samples: int = Field(default=3, ge=0, le=MOST_SAMPLES)
     """Sequences shown in the lens grid of a model that predicts tokens."""
     grid_top: int = Field(default=1, ge=1, le=100)
     """Most probable tokens kept in each cell of the lens grid."""
-    grid_positions: int = Field(default=48, ge=1, le=4096)
+    grid_positions: int = Field(default=48, ge=1, le=MOST_SHOWN)
     """First positions of a sequence that the lens grid shows."""
     effect_parts: list[EffectPart] = Field(default=["layer"], min_length=1)
     """Comma-separated parts that layer_effect removes from each layer in turn: layer, attention, mlp."""
@@ -113,10 +117,13 @@ class MeasureSettings(ReadingSettings):
 
     @model_validator(mode="after")
     def _have_their_measure(self) -> MeasureSettings:
-        """Refuse settings of a measure that is computed by name only, and was not named."""
-        for settings, measures in ((FITTING, LINEAR_LENS), (OF_EFFECTS, ("layer_effect",))):
-            fields = type(self).model_fields
-            given = [name for name in settings if getattr(self, name) != fields[name].get_default()]
+        """Refuse settings of a measure that is not among those that are computed."""
+        fields = type(self).model_fields
+        of_defaults = () if self.default_measures else ((("reference",), ("mmd",)), (("words",), ("separability",)))
+        for settings, measures in ((FITTING, LINEAR_LENS), (OF_EFFECTS, ("layer_effect",)), *of_defaults):
+            given = [
+                name for name in settings if getattr(self, name) != fields[name].get_default(call_default_factory=True)
+            ]
             if given and self.named_measures.isdisjoint(measures):
                 names = " or ".join(measures)
                 raise FulldepthError(f"{self.option(given[0])} has no effect without {names} among --measures.")
@@ -149,8 +156,8 @@ class LensSettings(LoadingSettings):
     top_k: int = Field(default=5, ge=1, le=100)
     """Most probable tokens of every layer and position."""
     sequence_length: Length | None = None
-    """Tokens after which a text is cut; None = 256, or the model's positions if fewer (with --generate, a text is not
-    cut unless this is given)."""
+    """Tokens after which a text is cut, at most 4,096; None = 256, or the model's positions if fewer (with --generate,
+    a text is not cut unless this is given)."""
     linear: bool = False
     """Map the states of every layer to the last layer's first, by least squares: the linear lens, which does not
     mistake a rotated state for ignorance."""
