@@ -25,6 +25,10 @@ EPSILONS = (0.01, 0.05, 0.1, 0.2)
 """Tolerances relative to perfect accuracy (Def. 1)."""
 RELATIVE_EPSILONS = (0.01, 0.05, 0.1)
 """Tolerances relative to the last layer's accuracy."""
+FEWEST_OF_CLASS = 10
+"""Fewest samples of every class for which macro F1 has a standard error. In simulations of rows with two or three
+classes, predicted with accuracies of 0.5 to 0.9, the interval holds the truth in 0.87 or more where the rarest class
+has so many rows, and in 0.37 to 0.70 where it has one."""
 STATISTICS = (*(f"eps={eps:g}" for eps in EPSILONS), *(f"relative_eps={eps:g}" for eps in RELATIVE_EPSILONS))
 LOW_OF = "low_of_"
 HIGH_OF = "high_of_"
@@ -172,6 +176,8 @@ def macro_f1(hits: Tensor, predicted: Tensor, true: Tensor) -> Tensor:
 class LensF1(Estimated):
     """Macro F1 of the last layer's classifier on layers 0..L, with its standard error (jackknife over groups).
 
+    The error is not stated where a class that occurs has fewer than `FEWEST_OF_CLASS` samples.
+
     Source: "Representation progression and aligned training", Fig. 8 and 21 (accuracy or F1 of GLUE's tasks).
     """
 
@@ -209,7 +215,10 @@ class LensF1(Estimated):
         """Macro F1 of layers 0..L."""
         sums = (self.hits, self.predicted, self.true)
         values = macro_f1(*(state.sum(0) for state in sums))  # [L+1]
-        influences = influence_of_estimate(macro_f1(*map(leave_one_out, sums)))
+        influences = influence_of_estimate(macro_f1(*map(leave_one_out, sums)))  # [G, L+1]
+        predicted, true = (state.sum(0).cpu() for state in (self.predicted, self.true))  # [L+1, K], [1, K]
+        has_few = ((true < FEWEST_OF_CLASS) & (predicted + true > 0)).any(-1)  # [L+1]
+        influences = influences.masked_fill(has_few, math.nan)
         numbers = EstimateArray.of(values, self.true.sum(), influences)
         return [numbers.at((layer,), "macro", layer) for layer in range(len(values))]
 
