@@ -8,9 +8,11 @@ from functools import cache
 
 import pytest
 
+from fulldepth.losses import METHODS
 from fulldepth.settings import assignments
 from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings
+from fulldepth.training.folder import dump, saved_settings
 from fulldepth.training.model import build_config, meta_model
 from fulldepth.training.plan import dry_run_lines
 from fulldepth.training.trainer import batch_split, resolved
@@ -280,3 +282,29 @@ def test_a_dry_run_without_network_works_or_says_what_to_pass(name, monkeypatch,
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with refused(r"model\.num_labels=N|model\.checkpoint") if name in NOT_AT_HAND else nullcontext():
         assert dry_run_lines(settings(name))
+
+
+@pytest.mark.parametrize("name", recipes.names("train"))
+def test_another_method_replaces_the_terms_that_a_recipe_writes_out(name):
+    below = recipes.read(name, "train") | {"model": {}}  # its checkpoint may not be at hand
+    for method in ("standard", "similarity"):
+        asked = recipes.layer(TrainSettings, below, {"method": method})
+        assert resolved(asked).objective.terms == METHODS[method]
+    both = recipes.layer(TrainSettings, below, {"method": "standard", "objective": {"jump": 0.5}})
+    assert resolved(both).objective.terms == {"jump": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"method": "jreg", "objective": {"jump": None}}, {}),
+        ({"method": "aligned", "objective": {"aligned": None, "multi_exit": 1.0}}, {"multi_exit": 1.0}),
+        ({"method": "cr", "objective": {"orthogonality": None}}, {"coherence": METHODS["cr"]["coherence"]}),
+    ],
+)
+def test_a_term_that_is_switched_off_stays_off_in_the_settings_of_a_run(changes, expected, tmp_path):
+    once = resolved(recipes.layer(TrainSettings, changes))
+    (tmp_path / "settings.yaml").write_text(dump(once))
+    for again in (once, saved_settings(tmp_path)):
+        assert resolved(again).objective.terms == expected
+    assert resolved(once) == once

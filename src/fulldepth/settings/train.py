@@ -213,7 +213,10 @@ class TrainSettings(Settings):
         Applies(("log_every",), {"report_to": SET}),
         Applies(("lora.alpha", "lora.target_modules"), {"lora.rank": SET}),
     )
-    described_by: ClassVar[Mapping[str, tuple[str, ...]]] = {"schedule": ("milestones", "min_learning_rate")}
+    described_by: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "method": ("objective",),
+        "schedule": ("milestones", "min_learning_rate"),
+    }
 
     task: Literal["causal-lm", "image-classification", "text-classification", "detection"] = "causal-lm"
     """What the model learns: the next token, the class of an image or of a text, or the objects in an image."""
@@ -225,8 +228,9 @@ class TrainSettings(Settings):
     """Of causal-lm. pretrain: every token of packed text counts; sft: the responses of conversations."""
     method: str = "standard"
     """Preset of the objective: baseline (standard), jreg, cr, aligned, cos-regularised (similarity), multi-exit (a
-    head for each layer). Terms under `objective` override it. frozen-features trains new linear heads, one for each
-    layer, on the features of a classifier's checkpoint, which stays as it is."""
+    head for each layer). Terms under `objective` override it; another method in a later source, such as the command
+    line, replaces them. frozen-features trains new linear heads, one for each layer, on the features of a classifier's
+    checkpoint, which stays as it is."""
     model: ModelSettings = ModelSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     initializer: InitializerSettings = InitializerSettings()

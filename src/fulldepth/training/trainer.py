@@ -50,9 +50,9 @@ def resolved(settings: TrainSettings) -> TrainSettings:
 
     These are the method's terms (options under `objective` take precedence, those that are not given there keep the
     method's values), the last checkpoint of a run folder in `model.checkpoint`, and the task's
-    `data.validation_sequences`. The losses of all layers alternate with the last
-    layer's in training from scratch, and are used at every step in fine-tuning and in detection (aligned training,
-    App. B.3, B.5 and C.2).
+    `data.validation_sequences`. The losses of all layers alternate with the last layer's in training from scratch, and
+    are used at every step in fine-tuning and in detection (aligned training, App. B.3, B.5 and C.2). A term that is
+    switched off stays None, so that resolving the result changes nothing.
 
     Raises:
         FulldepthError: for an unknown method or term, for an option or value that a term refuses, and for terms in
@@ -78,7 +78,7 @@ def resolved(settings: TrainSettings) -> TrainSettings:
     changes: dict[str, Any] = {"objective": ObjectiveSettings(**on), "data": data, "model": model}
     if settings.freezes_features:
         changes["clip"] = 0.0
-        if {name: options for name, options in on.items() if name in TERMS} != preset:
+        if {name: options for name, options in on.items() if name in TERMS and options is not None} != preset:
             raise FulldepthError(
                 f"method: {settings.method} trains with the sum of the heads' cross-entropies alone. Leave out "
                 f"{', '.join(f'objective.{name}' for name in given)}."
@@ -89,7 +89,7 @@ def resolved(settings: TrainSettings) -> TrainSettings:
 
 
 def with_options(terms: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the terms of a method with options that were given for them.
+    """Return the terms of a method with options that were given for them; None for a term that is switched off.
 
     Args:
         terms: term -> its options.
@@ -103,7 +103,7 @@ def with_options(terms: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
             combined[name] = {**terms[name], **options}
         else:
             combined[name] = value
-    return {name: options for name, options in combined.items() if options is not None}
+    return combined
 
 
 def make_objective(settings: TrainSettings) -> Objective:
