@@ -20,7 +20,7 @@ from fulldepth.training import dry_run_lines, export_run, train
 from refusals import refused
 from skip import planned
 from tiny_models import shaken
-from training.conftest import GPT2, MODEL, interrupted, settings, train_by
+from training.conftest import GPT2, MODEL, SHORT, interrupted, settings, train_by
 
 TOKENS, RANK, VALIDATION = 400, 4, ("validation_loss", "mean")
 RUN = {"steps": 4, "eval_every": 4, "save_every": 2, "learning_rate": 1e-2, "tokenizer": None}
@@ -138,6 +138,11 @@ def test_a_run_from_an_export_keeps_its_class_and_what_was_removed(
             "class Embedding",
         ),
         (["lora.rank=4", "model.checkpoint=BASE", "absent"], r"peft: pip install 'fulldepth\[lora\]'"),
+        (["lora.rank=4", "method=multi-exit", "model.checkpoint=BASE"], "the heads of multi_exit would stay"),
+        (
+            ["lora.rank=4", "model.checkpoint=BASE", "model.type=depth_llama", "model.memory=static"],
+            "lacks 6 weights of the model's switches .*memory_norm",
+        ),
         (["objective.distillation.teacher=BASE", "tokenizer=builtin:400"], "teacher .*llama has another vocabulary"),
     ],
 )
@@ -147,6 +152,14 @@ def test_what_cannot_be_trained_is_refused(given, words, start, recipe, tmp_path
     chosen = [each.replace("BASE", str(start("llama"))) for each in given if each != "absent"]
     with refused(words):
         train(recipe(**RUN), tmp_path / "run", settings=layer(TrainSettings, assignments(chosen)))
+
+
+def test_a_rate_of_routers_that_adapters_freeze_is_refused(recipe, tmp_path):
+    depth = {**MODEL, "type": "depth_llama", "memory": "static"}
+    train_by(recipe(model=depth, **SHORT), tmp_path / "run")
+    given = {"model": {"checkpoint": str(tmp_path / "run")}, "lora": {"rank": RANK}, "router_learning_rate": 0.5}
+    with refused("router_learning_rate has no effect: .* this model trains none"):
+        train_by(recipe(**{**RUN, **given}), tmp_path / "adapted")
 
 
 def test_a_dry_run_counts_what_is_trained(start):

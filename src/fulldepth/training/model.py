@@ -56,6 +56,7 @@ from fulldepth.hf.model_hash import TOKEN_IDS
 from fulldepth.hf.promises import withdraw_promises
 from fulldepth.hf.tying import UNTIED, state_untied, stores_apart
 from fulldepth.losses import use_detection_loss
+from fulldepth.losses.task import use_class_loss
 from fulldepth.settings.train import SWITCHES, ModelSettings, TrainSettings
 from fulldepth.training.frozen import freeze_features, keep_removed
 from fulldepth.training.initial import draw_weights
@@ -249,6 +250,8 @@ def special_tokens(tokenizer: Any) -> dict[str, int | None]:
 def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:
     """Build the model on the CPU, in the run's precision and in training mode; a detector has transformers' loss.
 
+    The loss of a classifier is float32 in every precision.
+
     If `built_once`, only the first process has its values, and hands out the shards.
 
     Weights are drawn from the seed by the rules of `initializer`, or loaded from the settings' checkpoint. Only weights
@@ -261,7 +264,7 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
 
     Raises:
         FulldepthError: if the attention is not available, the initializer does not apply to the model, or the
-            checkpoint's weights do not fit.
+            checkpoint's weights do not fit, or lack some that adapters alone would leave as they are drawn.
     """
     start = settings.model.checkpoint
     with torch.random.fork_rng(devices=[]):
@@ -281,6 +284,8 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
             freeze_features(find_anatomy(model))
         torch.manual_seed(settings.seed)
         add_adapters(model, settings.lora)
+    if settings.task.endswith("-classification"):
+        use_class_loss(model)
     if settings.task == "detection":
         use_detection_loss(model)
         anatomy = find_anatomy(model)
@@ -449,6 +454,12 @@ def _take_weights(model: PreTrainedModel, checkpoint: str, settings: TrainSettin
     if lacking := sorted(set(report.missing_keys) - getattr(model, "added_parameters", set)()):
         raise FulldepthError(
             f"{checkpoint} lacks {len(lacking)} weights that {name} needs (first: {lacking[0]}); they would be random."
+        )
+    if report.missing_keys and settings.lora.rank:
+        raise FulldepthError(
+            f"lora.rank trains adapters alone, and {checkpoint} lacks {len(report.missing_keys)} weights of the "
+            f"model's switches (first: {report.missing_keys[0]}), which would stay as they are drawn. Leave lora.rank "
+            "out, or start from a checkpoint that has them."
         )
     if unused := sorted(report.unexpected_keys):
         raise FulldepthError(

@@ -55,8 +55,8 @@ def resolved(settings: TrainSettings) -> TrainSettings:
     switched off stays None, so that resolving the result changes nothing.
 
     Raises:
-        FulldepthError: for an unknown method or term, for an option or value that a term refuses, and for terms in
-            addition to the loss of frozen features.
+        FulldepthError: for an unknown method or term, for an option or value that a term refuses, for terms in addition
+            to the loss of frozen features, and for exit heads beside adapters.
     """
     if settings.method not in METHODS:
         raise unknown("method", settings.method, METHODS)
@@ -84,7 +84,11 @@ def resolved(settings: TrainSettings) -> TrainSettings:
                 f"{', '.join(f'objective.{name}' for name in given)}."
             )
     complete = settings.model_copy(update=changes)
-    make_objective(complete)
+    if make_objective(complete).needs_exit_heads and settings.lora.rank:
+        raise FulldepthError(
+            "lora.rank trains adapters alone, so the heads of multi_exit would stay as they are. Leave out lora.rank "
+            "or multi_exit (method: multi-exit)."
+        )
     return complete
 
 
@@ -234,7 +238,7 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
     `decay: matrices` leaves vectors and embeddings without weight decay.
 
     Raises:
-        FulldepthError: for `decay: routers` and `router_learning_rate` if the model has no such router, and for
+        FulldepthError: for `decay: routers` and `router_learning_rate` if the model trains no such router, and for
             `backbone_learning_rate` if it has no backbone.
     """
     if hasattr(model, "parameter_groups"):
@@ -244,6 +248,7 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
             router_learning_rate=settings.router_learning_rate,
             decay=settings.decay,
         )
+        groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     else:
         backbone = set[Any]()
         if settings.backbone_learning_rate is not None:
@@ -266,16 +271,17 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
             }
             for decays, of_backbone in product((True, False), (False, True))
         ]
+    groups = [group for group in groups if group["params"]]
     names = {group["name"] for group in groups}
     if settings.router_learning_rate is not None and not names & {"router_decay", "router_no_decay"}:
         raise FulldepthError(
-            "router_learning_rate has no effect: it applies to memory routers, and this model has none."
+            "router_learning_rate has no effect: it applies to memory routers, and this model trains none."
         )
     if settings.decay == "routers" and "router_decay" not in names:
         raise FulldepthError(
-            "decay=routers has no effect: it applies to dynamic and kv routers, and this model has none."
+            "decay=routers has no effect: it applies to dynamic and kv routers, and this model trains none."
         )
-    return [group for group in groups if group["params"]]
+    return groups
 
 
 def multistep(settings: TrainSettings, step: int) -> float:
