@@ -30,7 +30,7 @@ from fulldepth.data import ShuffledSampler, train_wordpiece
 from fulldepth.hf import EXIT_HEADS
 from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
-from fulldepth.training.model import with_new_head
+from fulldepth.training.model import build_config, build_model, with_new_head
 from fulldepth.training.trainer import multistep
 from json_files import change_json
 from refusals import refused
@@ -254,3 +254,27 @@ def test_a_new_head_is_put_on_the_body_in_a_gguf_file(tmp_path):
     drawn = {"score.weight": model.score.weight}
     assert given.keys() == model.state_dict().keys()
     assert all(torch.equal(weight, (written.state_dict() | drawn)[name]) for name, weight in given.items())
+
+
+@pytest.mark.parametrize("name", ["vit", "bert", "gpt2"])
+def test_the_loss_of_a_classifier_is_float32_in_bfloat16(name):
+    """Near 2 nats bfloat16 has steps of 1/64. Oracle: the float64 cross-entropy of the model's own logits."""
+    images = name == "vit"
+    recipe = VIT if images else {"task": "text-classification", "model": BERT if name == "bert" else GPT2}
+    settings = asked(recipe, precision="bfloat16")
+    labels = torch.arange(32) % 7
+    classes = [f"class {number}" for number in range(7)]
+    further = {} if images else {"vocab_size": 40, "special_tokens": {"pad_token_id": 0}}
+    model = build_model(build_config(settings.model, task=settings.task, classes=classes, **further), settings)
+    inputs = (
+        {"pixel_values": torch.rand(32, 3, 8, 8)}
+        if images
+        else {"input_ids": torch.arange(32 * 5).view(32, 5) % 39 + 1}
+    )
+    inputs = {key: value.bfloat16() if images else value for key, value in inputs.items()}
+    output = model(**inputs, labels=labels)
+    assert output.logits.dtype == torch.bfloat16
+    expected = F.cross_entropy(output.logits.double(), labels)
+    torch.testing.assert_close(output.loss, expected.float(), rtol=1e-6, atol=0)
+    output.loss.backward()
+    assert all(p.grad is None or p.grad.dtype == torch.bfloat16 for p in model.parameters())

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
 from fulldepth.core.errors import FulldepthError
@@ -233,3 +234,17 @@ def detection_loss(
 def use_detection_loss(model: Any) -> None:
     """Give a detector `detection_loss` as its `loss_function`."""
     unwrapped(model).loss_function = detection_loss
+
+
+def use_class_loss(model: Any) -> None:
+    """Give a classifier of one class out of several the cross-entropy of its logits in float32.
+
+    The loss of its class in transformers has the precision of the logits. A loss in float32 or float64 stays as it is.
+    """
+
+    def in_float32(module: Any, args: Any, inputs: dict[str, Any], output: Any) -> Any:
+        if output.loss is not None and output.loss.dtype.itemsize < torch.float32.itemsize:
+            output["loss"] = cross_entropy(output.logits.float(), inputs["labels"].to(output.logits.device))
+        return output
+
+    unwrapped(model).register_forward_hook(in_float32, with_kwargs=True)
