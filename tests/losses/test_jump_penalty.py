@@ -9,7 +9,9 @@ import torch
 from numpy.testing import assert_allclose
 from torch.testing import assert_close
 
-from fulldepth.losses import jump_penalty, jump_weights, similarity_penalty
+from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
+from fulldepth.execution import capture, find_anatomy
+from fulldepth.losses import Objective, jump_penalty, jump_weights, similarity_penalty
 from fulldepth.losses.jump_penalty import Displacements
 from losses.trained_step import is_value, kept, leaves, plain_jump
 from refusals import refused
@@ -142,3 +144,32 @@ def test_weights_of_the_layers(layers):
     for alpha in (0.0, 0.1, 1e3):
         assert_allclose(jump_weights(layers, alpha), softmax(alpha, layers), rtol=1e-13, atol=0)
     assert jump_weights(layers, math.inf).tolist() == [0.0] * (layers - 1) + [1.0]
+
+
+@pytest.mark.parametrize(
+    ("switches", "terms"),
+    [
+        ({"residual": "tree", "tree": {3: [0, 1]}}, {}),  # nothing reads the output of layer 2
+        ({}, {"aligned": {"weights": [1, 1, 1, 1, 0], "schedule": "always"}}),
+    ],
+)
+def test_a_state_that_the_loss_does_not_read_gets_the_gradient_of_the_penalty_alone(switches, terms):
+    """Oracle: `jump_penalty` of captured states, through the graph."""
+    sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = DepthLlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=5, **switches)
+    torch.manual_seed(0)
+    model = DepthLlamaForCausalLM(config).double()
+    batch = {"input_ids": torch.arange(12).view(2, 6), "labels": torch.arange(12).view(2, 6)}
+
+    def slopes(loss):
+        model.zero_grad()
+        loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    with Objective(jump=0.7, **terms).attach(model) as objective:
+        got = slopes(objective(model(**batch), batch)[0])
+    with capture(find_anatomy(model), ["residual"], grad=True) as states, Objective(**terms).attach(model) as objective:
+        loss = objective(model(**batch), batch)[0]
+        expected = slopes(loss + 0.7 * jump_penalty(states["residual"]))
+    assert "model.layers.2.mlp.down_proj.weight" in got
+    assert_close(got, expected, rtol=1e-9, atol=1e-12)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import tiny_models
-from fulldepth.hf import exit_heads_of
-from fulldepth.losses import METHODS, Objective, add_exit_heads
+from fulldepth.hf import exit_heads_of, open_model
+from fulldepth.losses import METHODS, DepthTrainer, Objective, add_exit_heads
 from losses.trained_step import slopes, states_of, step
 from refusals import refused
 
@@ -208,3 +208,26 @@ def test_what_cannot_have_own_heads_is_refused():
     batch = {**tiny_models.inputs(model), "labels": torch.rand(2, 3)}
     with refused("one class out of several"):
         step(model, Objective(multi_exit={"schedule": "always"}), batch)
+
+
+@pytest.mark.parametrize("name", ["vit", "llama"])
+def test_the_best_checkpoint_is_loaded_wholly(name, tmp_path):
+    """transformers saves the blocks of a ViT under other names than the model has, and no exit heads.
+
+    Oracle: the checkpoint that a fresh process would load.
+    """
+    model = tiny_models.build(name)
+    key = "pixel_values" if name == "vit" else "input_ids"
+    rows = [{key: row, "labels": 1 if name == "vit" else row} for row in tiny_models.inputs(model)[key]]
+    options = {"max_steps": 6, "learning_rate": 0.05, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "logging_strategy": "no"}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    arguments = tf.TrainingArguments(str(tmp_path), **options)
+    objective = Objective(multi_exit={"schedule": "always"})
+    trainer = DepthTrainer(model, arguments, objective=objective, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    assert trainer.state.best_global_step < 6, "the loss falls, so the greatest is not the last"
+    best = open_model(trainer.state.best_model_checkpoint, exit_heads=True, device="cpu").model
+    assert_close(model.state_dict(), best.state_dict(), rtol=0, atol=0)
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[trainer.state.best_global_step], rel=1e-6)

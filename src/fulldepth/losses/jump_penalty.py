@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fulldepth.core.errors import FulldepthError
-from fulldepth.losses.term import Context, Term, check_states, recomputed, statistics_dtype
+from fulldepth.losses.term import Context, Term, check_states, nodes_of, recomputed, statistics_dtype
 from fulldepth.metrics import displacement
 
 
@@ -35,16 +35,27 @@ class JumpPenalty(Term):
         return jump_penalty(context.states["residual"], self.alpha, context.mask)
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Add the term; if the states are the model's tensors, its gradients are added as theirs arrive.
+        """Add the term; if each state is a tensor of the model that the loss depends on, its gradients are added as
+        theirs arrive.
 
-        See `Displacements`.
+        See `Displacements`. A tree may leave out a layer's output, and a loss of all layers the last layer's.
         """
-        if not context.states.holds_the_stream:
-            return super().apply(loss, context)
         states = context.states["residual"]
+        if not (context.states.holds_the_stream and all_reached(loss, states)):
+            return super().apply(loss, context)
         displacements = Displacements(states, self.alpha, context.mask)
         factor = self.weight * self.factor(context, states[-1].device)
         return displacements.added_to(loss, factor), displacements.value
+
+
+def all_reached(loss: Tensor, states: Sequence[Tensor]) -> bool:
+    """Return True if the backward pass of a loss gives each of the states that have a gradient one."""
+    waiting = {state.grad_fn for state in states if state.grad_fn is not None}
+    for node in nodes_of(loss):
+        waiting.discard(node)
+        if not waiting:
+            return True
+    return not waiting
 
 
 def jump_penalty(hidden_states: Sequence[Tensor], alpha: float = 1.0, mask: Tensor | None = None) -> Tensor:

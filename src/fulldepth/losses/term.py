@@ -6,7 +6,7 @@ The functions below it are shared by penalties: checks of hidden states, dtype o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -221,6 +221,18 @@ def step_counts(
         add_up(stacked)
         return dict(zip(totals, stacked / world, strict=True))
     return totals
+
+
+def nodes_of(loss: Tensor) -> Iterator[Any]:
+    """Yield the nodes of a loss's graph, each once, from the loss backwards."""
+    seen = set[Any]()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(before for before, _ in node.next_functions)
 
 
 def _share(count: Tensor, total: Tensor) -> Tensor:

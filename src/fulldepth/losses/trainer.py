@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from fulldepth.hf import (
 from fulldepth.losses.aligned_loss import add_exit_heads
 from fulldepth.losses.objective import Objective, per_batch_terms, times
 from fulldepth.losses.task import Task
-from fulldepth.losses.term import Portion, joined_sequences, step_counts
+from fulldepth.losses.term import Portion, joined_sequences, nodes_of, step_counts
 
 AnyTrainer: Any = object
 """Stands for the Trainer class that a mixin is combined with."""
@@ -330,15 +331,27 @@ class ObjectiveMixin(AnyTrainer):
         Checkpoints that the Trainer would not load, or not wholly, are loaded by the model's class: weights that
         transformers saves under other names (ViT, some experts), and models without skipped parts.
         """
-        folder = Path(resume_from_checkpoint)
+        load = partial(super()._load_from_checkpoint, resume_from_checkpoint, *args, **kwargs)
+        self._load_wholly(Path(resume_from_checkpoint), load)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint of `load_best_model_at_end` as one to resume from, with its exit heads."""
+        best = Path(self.state.best_model_checkpoint)
+        if has_weights(best):
+            self._load_wholly(best, super()._load_best_model)
+        else:
+            super()._load_best_model()  # warns that this machine does not have it
+
+    def _load_wholly(self, checkpoint: Path, load: Callable[[], None]) -> None:
+        """Call the Trainer's `load` of a checkpoint and restore the exit heads, or load by the model's class."""
         model = self.accelerator.unwrap_model(self.model)
-        whole = not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and has_weights(folder)
-        if whole and needs_own_class(model, folder):
-            load_weights(model, folder)
+        whole = not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and has_weights(checkpoint)
+        if whole and needs_own_class(model, checkpoint):
+            load_weights(model, checkpoint)
             return
-        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        load()
         if has_exit_heads(model):
-            restore_exit_heads(model, folder)
+            restore_exit_heads(model, checkpoint)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the Trainer's norm; raise an error if the loss or gradient is not finite.
@@ -401,18 +414,11 @@ def leaves_of(loss: Tensor) -> set[Tensor] | None:
     None if they are not known: reentrant checkpointing builds a part of the graph in the backward pass.
     """
     leaves = set[Tensor]()
-    seen = set[Any]()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
+    for node in nodes_of(loss):
         if getattr(node, "_forward_cls", None) is CheckpointFunction:
             return None
-        seen.add(node)
         if hasattr(node, "variable"):
             leaves.add(node.variable)
-        waiting.extend(before for before, _ in node.next_functions)
     return leaves
 
 
