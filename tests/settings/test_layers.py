@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from fulldepth.settings import Settings, assignments, layer, names, read
 from fulldepth.settings.evaluate import EvaluateSettings
+from fulldepth.settings.layers import as_yaml, assigned
 from fulldepth.settings.train import TrainSettings
 from refusals import refused
 
@@ -239,3 +242,37 @@ def test_other_exit_layers_are_refused(given):
     for beyond in ("0", "3,9"):
         with refused(f"no exit layer {beyond[-1]}: the model has the layers 1 to 6"):
             layer(EvaluateSettings, {"tasks": ["a"], "exit_layers": beyond}).exit_layers_of(6)
+
+
+AMBIGUOUS = (
+    "1e5",
+    "1e-3",
+    "inf",
+    "007",
+    "yes",
+    "1_0",
+    "null",
+    "None",
+    "~",
+    "",
+    "1:30",
+    "2020-01-01",
+    "0x1f",
+    ".5",
+    "=",
+)
+AMBIGUOUS += ("#x", "a, b", "[1]", "{a: 1}", "true", "a: b", "- a")
+
+
+@pytest.mark.parametrize("text", AMBIGUOUS)
+def test_texts_that_look_like_other_values_read_back(text, tmp_path):
+    values = {
+        "text": text,
+        "texts": [text, "b"],
+        "inside": {"text": text, "large": math.inf},
+        "none": None,
+        "rate": 1e-5,
+    }
+    (tmp_path / "settings.yaml").write_text(as_yaml(values))
+    assert read(tmp_path / "settings.yaml", "train") == values
+    assert assignments(shlex.split(assigned(values))[1::2]) == values

@@ -303,11 +303,22 @@ def assignments(arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def assigned(settings: Mapping[str, Any]) -> str:
-    """Settings as options of the command line, each after a space: ` --set seed=1 --set 'contexts=[8,16]'`."""
-    texts = {
-        key: f"[{','.join(map(str, value))}]" if isinstance(value, list) else value for key, value in settings.items()
-    }
-    return "".join(f" --set {quote(f'{key}={text}')}" for key, text in texts.items())
+    """Settings as options of the command line, each after a space: ` --set seed=1 --set 'contexts=[8,16]'`.
+
+    `assignments` reads them back: a value that is not read as itself, such as the text `1e-3`, is quoted.
+    """
+    options = []
+    for key, value in settings.items():
+        text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+        try:
+            reads_back = _parse(text) == value
+        except (ValueError, yaml.YAMLError):
+            reads_back = False
+        if not reads_back:
+            flow = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=math.inf, allow_unicode=True)
+            text = flow.removesuffix("\n").removesuffix("\n...")
+        options.append(f" --set {quote(f'{key}={text}')}")
+    return "".join(options)
 
 
 def command_line(verb: str, arguments: Iterable[Any], options: Mapping[str, Any], settings: Settings) -> str:
@@ -472,6 +483,20 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.yaml_implicit_resolvers = {}
 for _name, (_pattern, _first) in _PLAIN.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})\Z"), _first)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads: text that is a number in YAML 1.2, such as `1e-3`, is quoted like that of 1.1."""
+
+
+for _first_character, _resolvers in _Loader.yaml_implicit_resolvers.items():
+    for _tag, _regular_expression in _resolvers:
+        _Dumper.add_implicit_resolver(_tag, _regular_expression, [_first_character])
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    """Nested plain values as YAML from which `read` restores them."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _parse(text: str) -> Any:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import yaml
 from pydantic import Field, FiniteFloat, NonNegativeInt
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -57,6 +56,7 @@ from fulldepth.losses import per_batch_terms
 from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
 from fulldepth.settings import Settings, layer, read
 from fulldepth.settings.keywords import with_progress
+from fulldepth.settings.layers import as_yaml
 from fulldepth.settings.loading import Amount
 from fulldepth.settings.train import MAY_DIFFER, SETTINGS, TrainSettings
 from fulldepth.training.frozen import REMOVED
@@ -220,7 +220,7 @@ def _took_no_step(folder: Path) -> bool:
 
 def dump(settings: TrainSettings) -> str:
     """Return settings as YAML from which `saved_settings` restores them."""
-    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return as_yaml(settings.model_dump(mode="json"))
 
 
 def saved_settings(folder: Path) -> TrainSettings:
