@@ -8,6 +8,7 @@ from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.tokens import DocumentTokenizer
 from pandas.testing import assert_frame_equal
 
+from fulldepth.results import Results
 from json_files import read_json
 
 SMALL = [
@@ -17,6 +18,7 @@ SMALL = [
     "eval_every=2",
     "warmup=0.5",
     "data.validation_share=0.2",
+    "data.validation_sequences=1000",
 ]
 SMALL += ["model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=3"]
 
@@ -42,6 +44,11 @@ def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources, tmp_
         code, _, error = main("train", "tiny-jreg", data, f"tokenizer={sources[1]}", *SMALL, "--output", run)
         assert code == 0, error
         tables.append(pd.read_parquet(run / "results.parquet"))
-    one, other = (table[table.measure.isin(["validation_loss", "training_loss", "penalty"])] for table in tables)
-    assert len(one) > 4
+    one, other = (table[table.measure.isin(["validation_loss", "train_loss", "penalty"])] for table in tables)
+    assert set(one.measure) == {"validation_loss", "train_loss", "penalty"}
     assert_frame_equal(one, other)
+    record = Results.load(tmp_path / "data.tokens").meta
+    assert record["data"]["name"] == str(tmp_path / "tokens")
+    assert f"`{tmp_path / 'tokens'}`" in (tmp_path / "data.tokens" / "checkpoint-4" / "README.md").read_text()
+    filled = record["data"]["validation_sequences"]
+    assert record["warnings"] == [f"The validation text fills only {filled} of 1000 sequences."]

@@ -196,6 +196,7 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
             "train_sequences": len(packed.train),
         },
         window_collator(settings),
+        list(packed.warnings),
     )
 
 
