@@ -172,14 +172,14 @@ def trained(made_once, sources, two_processes):
 
 
 def table(folder):
-    """What was recorded of losses, penalties and accuracies, with their numbers of validation rows."""
+    """What was recorded of losses, penalties and accuracies, with their numbers of steps and validation rows."""
     rows = Results.load(folder).table.fillna({"layer": -1, "site": "", "count": -1})
     rows = rows[rows.measure.isin((*MEASURES, "penalty"))]
     keys = list(zip(rows.measure, rows.site, rows.layer, rows.step, strict=True))
     values = dict(zip(keys, rows.value, strict=True))
-    validated = rows.measure.isin(("validation_loss", "lens_accuracy"))
+    are_counted = rows.measure.isin(("train_loss", "penalty", "validation_loss", "lens_accuracy"))
     return values | {
-        ("count", *key): count for key, count, read in zip(keys, rows["count"], validated, strict=True) if read
+        ("count", *key): count for key, count, counts in zip(keys, rows["count"], are_counted, strict=True) if counts
     }
 
 
@@ -253,6 +253,22 @@ def test_a_sharded_run_is_resumed_to_the_same_bytes_and_by_other_processes(train
     run = interrupted(runs / "two", 4, tmp_path / "again")
     train(alone(recipe), run, resume=True)
     assert_same(run / "checkpoint-4", whole)
+
+
+@pytest.mark.slow
+def test_a_mean_over_a_resumption_by_another_number_of_processes_weights_steps_alike(recipe, two_processes, tmp_path):
+    path = recipe(steps=3, eval_every=3, save_every=2, learning_rate=0.05, warmup_steps=0, objective={"jump": 0.5})
+    train(alone(path), tmp_path / "one")
+    two_processes(by_two, path, tmp_path / "two", False)
+    expected = table(tmp_path / "one")
+    assert expected["count", "train_loss", "model", -1, 3] == 3
+    by_one = interrupted(tmp_path / "two", 3, tmp_path / "by-one")
+    train(alone(path), by_one, resume=True)
+    by_both = interrupted(tmp_path / "one", 3, tmp_path / "by-both")
+    for code, _, error in two_processes(fulldepth, "train", path, "--output", by_both, "--resume"):
+        assert code == 0, error
+    for run in (tmp_path / "two", by_one, by_both):
+        assert table(run) == pytest.approx(expected, rel=2e-4, abs=1e-6, nan_ok=True)
 
 
 def test_what_cannot_be_sharded_is_refused(recipe, tmp_path):

@@ -88,7 +88,9 @@ class RunCallback(TrainerCallback):
         if checkpoint is not None:
             rows = pd.read_parquet(checkpoint / RECORD)
             self.table = rows[rows.step <= step_of(checkpoint)].reset_index(drop=True)
-        self.tally = trainer.tallies["record"] = Tally(notes.tally if current().is_main else None)
+        world = current().world  # `_means` divides the sums of this run's processes by it
+        restored = {name: (total * world, count * world) for name, (total, count) in notes.tally.items()}
+        self.tally = trainer.tallies["record"] = Tally(restored if current().is_main else None)
         self.elapsed = notes.elapsed
         is_elapsed = self.table.measure == "elapsed"
         self._elapsed_before = float(self.table.value[is_elapsed].max()) if is_elapsed.any() else 0.0
@@ -187,14 +189,17 @@ class RunCallback(TrainerCallback):
         self.watcher.say("  ".join(line))
 
     def _means(self) -> dict[str, list[float]]:
-        """Part of the loss -> [sum, count] over all processes since the last evaluation, also before a resumption."""
+        """Part of the loss -> [sum, number of steps] since the last evaluation, also before a resumption.
+
+        The portions of a step add up to one in each process on average, so the sums are divided by their number.
+        """
         totals: dict[str, list[float]] = {}
         for sums in current().gather(self.tally.read()):
             for name, (total, count) in sums.items():
                 entry = totals.setdefault(name, [0.0, 0.0])
                 entry[0] += total
                 entry[1] += count
-        return totals
+        return {name: [total / current().world, count / current().world] for name, (total, count) in totals.items()}
 
 
 @contextmanager
@@ -260,14 +265,14 @@ def _card_of(meta: Mapping[str, Any], settings: TrainSettings, findings: Mapping
         step: optimiser steps taken.
     """
     model = meta["model"]
-    data = settings.data
     task = settings.task
     start = settings.model.checkpoint
+    name = meta["data"]["name"]
     recipe = one_line(meta["recipe"], 100)
     beginning = f"fine-tuned from `{one_line(start, 200)}`" if start else "trained from scratch"
     method = (
         f"A {model['class']} {beginning} with the method `{settings.method}` of fulldepth (recipe: {recipe}) on "
-        f"`{one_line(data.name, 200)}`. {one_line(settings.about, 400)}"
+        f"`{one_line(name, 200)}`. {one_line(settings.about, 400)}"
     )
     numbers = {
         **{NAMES[name]: f"{finding.value:.4g} {finding.unit}" for name, finding in findings.items() if name in NAMES},
@@ -276,7 +281,7 @@ def _card_of(meta: Mapping[str, Any], settings: TrainSettings, findings: Mapping
         "Tokens" if settings.unit == "tokens" else "Examples": f"{step * settings.units_per_step:,}",
         "Seed": str(settings.seed),
     }
-    held_out = one_line(data.validation or f"a held-out part of {data.name}", 200)
+    held_out = one_line(settings.data.validation or f"a held-out part of {name}", 200)
     return ModelCard(
         title=f"{recipe}, step {step:,}",
         method=method.strip(),
