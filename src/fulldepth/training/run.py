@@ -116,11 +116,7 @@ def train(
                     "num_layers": num_layers,
                     "training_flops": _training_flops(settings, data),
                 },
-                "data": {
-                    "name": settings.data.tokens or settings.data.name,
-                    **data.facts,
-                    "validation_sequences": len(data.validation),
-                },
+                "data": {"name": settings.data.name, **data.facts, "validation_sequences": len(data.validation)},
                 "versions": versions(),
                 "warnings": warnings,
             }

@@ -188,6 +188,7 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
         packed.train,
         packed.validation,
         {
+            "name": data.tokens or data.name,
             "hash": packed.hash,
             "tokens": packed.tokens,
             "documents": packed.sources,
