@@ -12,6 +12,7 @@ import pytest
 import transformers as tf
 
 import fulldepth
+from fulldepth.core.progress import Watcher
 from fulldepth.data import train_tokenizer
 from refusals import refused
 
@@ -117,6 +118,13 @@ def test_the_distances_of_mmd_count_as_memory(checkpoint, text_file, monkeypatch
         fulldepth.measure(checkpoint("llama"), text_file, **options)
     monkeypatch.setattr("fulldepth.measurement.plan.available_memory", lambda device: 6 * 128**2 * 8)
     assert "mmd" in set(fulldepth.measure(checkpoint("llama"), text_file, **options).table.measure)
+
+
+def test_the_memory_line_tells_that_cka_has_a_sample_of_its_own(checkpoint, text_file):
+    said = []
+    options = {"max_sequences": 4, "sequence_length": 16, "measures": ["cka", "cosine"], "reservoir_tokens": 8}
+    fulldepth.measure(checkpoint("llama"), text_file, watcher=Watcher(say=said.append), **options)
+    assert any("sample of 8 of 64 tokens and a larger one for CKA" in line for line in said)
 
 
 @pytest.mark.parametrize(

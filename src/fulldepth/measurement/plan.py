@@ -350,9 +350,11 @@ def check_memory(plan: MeasurePlan, subject: Subject, batch_size: int) -> str:
     accumulators, reservoirs, activations, of_mmd, left = (
         f"{size / (1 << 20):,.1f} MiB" for size in (*held.values(), batch, distances, free)
     )
+    of_cka = " and a larger one for CKA" if setup.reservoirs.keys() - {"residual", "reference"} else ""
     sentence = (
-        f"Memory beside the model: accumulators {accumulators}, samples of tokens {reservoirs}, activations of one "
-        f"batch {activations}{f', distances of MMD {of_mmd}' if distances else ''}."
+        f"Memory beside the model: accumulators {accumulators}, sample of {setup.reservoir_tokens} of "
+        f"{setup.num_tokens} tokens{of_cka} {reservoirs}, activations of one batch {activations}"
+        f"{f', distances of MMD {of_mmd}' if distances else ''}."
     )
     if total > free:
         raise FulldepthError(
