@@ -32,7 +32,7 @@ def checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, main):  # noqa: F811
-    out = tmp_path / "demo"
+    out = tmp_path / "a demo"  # printed commands quote it
 
     def stopped(*_args, **_options):
         raise KeyboardInterrupt

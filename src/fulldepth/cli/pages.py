@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,9 +105,10 @@ def demo_command(
 
     parts = demo(output, model=model, speedup=speedup, blocks=blocks, progress=True)
     console.finish_parts(parts)
-    console.line(f"Chat: fulldepth generate {output / 'model'} --prompt 'The capital of France is'")
+    chat = shlex.join(["fulldepth", "generate", str(output / "model"), "--prompt", "The capital of France is"])
+    console.line(f"Chat: {chat}")
     if (file := output / "model.gguf").exists():
-        console.line(f"      llama-cli -m {file} -cnv   (llama.cpp)")
+        console.line(f"      {shlex.join(['llama-cli', '-m', str(file), '-cnv'])}   (llama.cpp)")
     console.line(f"Page: {output / 'index.html'}")
 
 
