@@ -24,6 +24,7 @@ from fulldepth.results import Finding, Results, finite, provenance, stacked, tab
 from fulldepth.skip.exports.fold import check_foldable
 from fulldepth.skip.exports.formats import FORMATS, as_stock, check_format, format_for, holding_formats
 from fulldepth.skip.exports.formats.checkpoint import carries_code
+from fulldepth.skip.exports.formats.fast import Fast
 from fulldepth.skip.goal import REACHED, fastest
 from fulldepth.skip.plan import Plan, in_sample
 from fulldepth.skip.problem import SearchProblem
@@ -90,15 +91,20 @@ def _next_command(plan: Plan, problem: SearchProblem, folder: Path, data: str) -
     """
     anatomy = problem.scorer.anatomy
     model = anatomy.model
-    if not problem.scorer.costs.zeroes and obstacle_to_removing(anatomy) is None:
+    is_foldable = False
+    with suppress(FulldepthError):
+        check_foldable(anatomy, plan)
+        is_foldable = True
+    if is_foldable and not problem.scorer.costs.zeroes and obstacle_to_removing(anatomy) is None:
         with suppress(FulldepthError):
-            check_foldable(anatomy, plan)
             check_format(model, plan, FORMATS[format_for(plan, model)])
             command = shlex.join(["skip", "heal", str(folder), plan.model.name, "--data", data, "--output", "healed/"])
             return {"why": "heal what is left, and write a checkpoint:", "command": f"fulldepth {command}"}
     holding = []
     with suppress(FulldepthError):
         holding = holding_formats(model if carries_code(model) else as_stock(model), plan)
+    if not is_foldable:
+        holding = [name for name in holding if name == Fast.name and Fast().keeps_scalars(model)]
     written = next((name for name in ("layer", "folded", "fast") if name in holding), None)
     if written is None:
         return None

@@ -11,7 +11,7 @@ from fulldepth.hf import Anatomy, check_depth, without_layers
 from fulldepth.hf.gguf import read_header
 from fulldepth.hf.stock import as_stock
 from fulldepth.hf.surgery import obstacle_to_removing
-from fulldepth.skip.exports.fold import check_foldable, folding_obstacle
+from fulldepth.skip.exports.fold import folding_obstacle
 from fulldepth.skip.exports.formats.checkpoint import Draft, as_text, carries_code
 from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
@@ -104,7 +104,7 @@ def _advice(model: PreTrainedModel, plan: Plan, without: str = "") -> str:
 
 
 def holding_formats(model: PreTrainedModel, plan: Plan) -> list[str]:
-    """Names of the formats that hold a plan of this model and that no program misreads.
+    """Names of the formats that hold a plan of this model, if its scalars can be folded, and that no program misreads.
 
     Args:
         model: of the class that exports are written from.
@@ -115,8 +115,6 @@ def holding_formats(model: PreTrainedModel, plan: Plan) -> list[str]:
         if plan.kind in format.granularities and (format.keeps_class or not carries_code(model)):
             with suppress(FulldepthError):
                 format.check(model, plan)
-                if not (isinstance(format, Fast) and format.keeps_scalars(model)):
-                    check_foldable(find_anatomy(model), plan)
                 if format.misread(find_anatomy(model), plan) is None:
                     holding.append(name)
     return holding
