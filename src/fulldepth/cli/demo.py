@@ -112,13 +112,13 @@ def demo(
             "model": Results.load(folder / "model"),
             "bench": _bench(name, [folder / run for run in runs], folder / "bench", timed, watcher),
         }
-        place = shlex.quote(name)
+        quoted = shlex.quote(name)
         written = " --gguf model.gguf" * (gguf is not None)
         commands = {
-            "measure": f"measure {place} --data {UNSEEN}{assigned(measured_with)}",
-            "search": f"skip search {place} --data {CHOOSING}{assigned(searched)}",
-            "model": f"skip heal search/plan.json {place} --data {CHOOSING}{assigned(healed)}{written}",
-            "bench": f"skip bench {place} {' '.join(runs)} --heldout {UNSEEN}{assigned(timed)}",
+            "measure": f"measure {quoted} --data {UNSEEN}{assigned(measured_with)}",
+            "search": f"skip search {quoted} --data {CHOOSING}{assigned(searched)}",
+            "model": f"skip heal search/plan.json {quoted} --data {CHOOSING}{assigned(healed)}{written}",
+            "bench": f"skip bench {quoted} {' '.join(runs)} --heldout {UNSEEN}{assigned(timed)}",
         }
         chapters = [
             Chapter(part, TITLES[part], f"fulldepth {command} --output {part}/") for part, command in commands.items()
