@@ -52,7 +52,7 @@ class MeasurePlan:
 
 
 def weights_of(subject: Subject, counting: tokens.Counting, settings: MeasureSettings) -> dict[str, list[int]]:
-    """What the chosen measures are means over -> how many of these each sequence holds (`Sequences.weights`).
+    """Return how many of the tokens that the chosen measures are means over each sequence holds (`Sequences.weights`).
 
     Measures of predictions weigh by targets, the others by the tokens that the policy counts. Effects of removal do
     both, and read single tokens also where other measures read means over tokens.
