@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -267,7 +268,7 @@ class Sequences:
         group = deal(self.clusters or range(len(self)))
         return min(independent(np.bincount(group, weights)) for weights in self._weights.values())
 
-    @property
+    @cached_property
     def no_error(self) -> str | None:
         """Reason why no standard error can be stated for these data; None if it can.
 
