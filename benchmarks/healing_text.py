@@ -87,6 +87,7 @@ ALSO: dict[str, tuple[str, dict[str, Any]]] = {
     "novels refitted only": ("novels", {"steps": 0}),
     "novels 300 steps": ("novels", {"steps": 300, "max_sequences": 4 * ROWS, **TRAINING}),
     "rows of the tasks": ("rows of the tasks", {"steps": 75, **TRAINING}),
+    "rows of the tasks 300 steps": ("rows of the tasks", {"steps": 300, **TRAINING}),
     CONTROL: ("rows of the tasks", {"steps": 75}),
 }
 """Arm that runs if it is named -> the text it is healed on, and what differs from the other arms."""

@@ -47,6 +47,20 @@ def test_the_table_of_predictors_is_that_of_the_stored_groups():
             assert row.split("|")[column + 1].strip() == f"{np.mean(found):+.2f} ± {error:.2f}", (model, name)
 
 
+def test_the_table_of_aligned_training_is_that_of_the_stored_runs():
+    table = (DOCS / "results.md").read_text().split("<!-- aligned -->")[1].split("<!-- end -->")[0]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
+    pools = list(dict.fromkeys(row[0] for row in rows))
+    assert pools == ["digits", "cifar10"]
+    for pool in pools:
+        lines = [json.loads(line) for line in (DOCS / "claims" / f"{pool}.jsonl").read_text().splitlines()]
+        accuracy = {(line["arm"], line["seed"]): line["numbers"]["lens_accuracy"] for line in lines}
+        for layer, *cells in (row[1:] for row in rows if row[0] == pool):
+            for arm, cell in zip(head[2:], cells, strict=True):
+                of_seeds = [100 * layers[int(layer)] for (name, _), layers in accuracy.items() if name == arm]
+                assert cell == f"{np.mean(of_seeds):.1f} ± {np.std(of_seeds, ddof=1):.1f}", (pool, layer, arm)
+
+
 def test_the_table_of_what_is_measurable_is_students():
     table = (DOCS / "errors.md").read_text().split("## Measurable\n")[1].split("\n## ")[0]
     names, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
