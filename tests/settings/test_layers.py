@@ -129,6 +129,13 @@ def test_assignments_parse_yaml_and_open_mappings():
     }
 
 
+def test_a_number_sign_in_an_assigned_path_does_not_cut_it():
+    """In YAML ` #` begins a comment: a run would start from `runs`, or without a checkpoint."""
+    paths = ["runs #2/a.txt", "#2 runs/", "[x] #1", "a#b", " # "]
+    assert [assignments([f"a={path}"])["a"] for path in paths] == ["runs #2/a.txt", "#2 runs/", "[x] #1", "a#b", "#"]
+    assert assignments(["a='x #2'", "b=[x, '#2']"]) == {"a": "x #2", "b": ["x", "#2"]}
+
+
 numbers = st.integers() | st.floats(allow_nan=False)
 
 

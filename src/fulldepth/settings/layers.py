@@ -278,7 +278,8 @@ def names(verb: str) -> list[str]:
 def assignments(arguments: Iterable[str]) -> dict[str, Any]:
     """Nested settings from `key=value` arguments: a dot in the key opens a mapping, the value is YAML.
 
-    `["seed=1", "a.b=[x, y]"]` gives `{"seed": 1, "a": {"b": ["x", "y"]}}`.
+    `["seed=1", "a.b=[x, y]"]` gives `{"seed": 1, "a": {"b": ["x", "y"]}}`. A value in which YAML sees a comment
+    is text.
 
     Raises:
         FulldepthError: if an argument is not `key=value`.
@@ -295,7 +296,7 @@ def assignments(arguments: Iterable[str]) -> dict[str, Any]:
                 f"Expected at most {MOST_DEPTH} and {MOST_BYTES:,}."
             )
         try:
-            values.append((key.strip(), _parse(text)))
+            values.append((key.strip(), _parse_value(text)))
         except (ValueError, yaml.YAMLError) as error:
             stated = one_line(argument, 200)
             raise FulldepthError(f"The value in {stated!r} is not valid YAML: {one_line(error)}") from error
@@ -501,6 +502,13 @@ def as_yaml(values: Mapping[str, Any]) -> str:
 
 def _parse(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
+
+
+def _parse_value(text: str) -> Any:
+    """The value of a `key=value` argument. Text with a `#` that YAML takes for a comment, such as a path, is kept."""
+    node = yaml.compose(text, Loader=_Loader)
+    end = 0 if node is None else node.end_mark.index
+    return text.strip() if text[end:].lstrip().startswith("#") else _parse(text)
 
 
 def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: pydantic.ValidationError) -> list[str]:
