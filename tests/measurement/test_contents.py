@@ -1,4 +1,4 @@
-"""What counts as the same measurement: the contents of model and data at their places, not their sizes or times."""
+"""What counts as the same measurement: the contents of model and data, not their places, sizes or times."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.measurement import MeasureSettings
+from fulldepth.measurement.series import fingerprints, hash_contents
+from fulldepth.subject.open import read_source
 from json_files import write_json
 
 SETTINGS = MeasureSettings(max_sequences=4, sequence_length=12, measures=["displacement"])
@@ -88,3 +90,31 @@ def test_a_run_that_got_a_further_checkpoint_is_another_model(is_known, checkpoi
     assert known()
     shutil.copytree(checkpoint("llama", 2), run / "checkpoint-20")
     assert not known()
+
+
+def test_a_moved_run_extends_its_series(into, checkpoint, text_file, tmp_path, monkeypatch):
+    """A moved run and its text, named from another folder, are the same; only a new checkpoint is measured."""
+    run = tmp_path / "run"
+    text = tmp_path / "text.txt"
+    shutil.copy(text_file, text)
+    for step in (1, 2):
+        shutil.copytree(checkpoint("llama", step), run / f"checkpoint-{step}")
+    settings = SETTINGS.model_copy(update={"tokenizer": str(run / "checkpoint-1")})
+    into(run, tmp_path / "out", settings, str(text))
+    fitted = MeasureSettings(measures=["linear_lens_loss"], fit=str(text))
+    lens = fingerprints([hash_contents(run)], read_source(str(text), fitted), fitted)
+    results = [tmp_path / "out" / "steps" / f"checkpoint-{step}" / "results.json" for step in (1, 2)]
+    written = [path.stat().st_mtime_ns for path in results]
+
+    moved = tmp_path / "moved #1"
+    (moved / "inside").mkdir(parents=True)
+    run.rename(moved / "run")
+    text.rename(moved / "text.txt")
+    monkeypatch.chdir(moved / "inside")
+    fitted = fitted.model_copy(update={"fit": "../text.txt"})
+    assert fingerprints([hash_contents("../run")], read_source("../text.txt", fitted), fitted) == lens
+    settings = settings.model_copy(update={"tokenizer": "../run/checkpoint-1"})
+    shutil.copytree(checkpoint("llama", 3), moved / "run" / "checkpoint-3")
+    extended, _ = into("../run", tmp_path / "out", settings, "../text.txt")
+    assert [path.stat().st_mtime_ns for path in results] == written
+    assert sorted(extended.table.step.unique()) == [1, 2, 3]

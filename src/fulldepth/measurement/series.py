@@ -38,7 +38,10 @@ TOKENIZER = ("*token*", "vocab*", "merges*", "*.model", "chat_template*")
 
 
 Contents = tuple[str, dict[str, str]]
-"""Absolute path, or Hub name, and name -> sha256 of every file that may be read; none for a Hub name."""
+"""Hub name, empty for local files, and name -> sha256 of every file that may be read; none for a Hub name.
+
+The place of local files is left out: a folder that is moved or copied keeps its results.
+"""
 
 
 def hash_contents(model: str | Path) -> Contents:
@@ -52,14 +55,14 @@ def hash_contents(model: str | Path) -> Contents:
         FulldepthError: if a file cannot be read.
     """
     checkpoint = checkpoint_of(model)
-    path, hashes = _hash_files(checkpoint)
+    hub_name, hashes = _hash_files(checkpoint)
     folder = Path(packaged(checkpoint))
     tokenizer = find_tokenizer(folder) if folder.is_dir() else None
     if tokenizer is not None and Path(tokenizer) != folder:
         files = {file.name: file for pattern in TOKENIZER for file in _files(Path(tokenizer), pattern)}
         where = os.path.relpath(tokenizer, folder)
         hashes |= {f"{where}/{name}": sha256_of_file(file) for name, file in files.items()}
-    return path, hashes
+    return hub_name, hashes
 
 
 def _hash_files(name: str) -> Contents:
@@ -67,9 +70,8 @@ def _hash_files(name: str) -> Contents:
     place = Path(packaged(name))
     if not place.exists():
         return name, {}
-    path = place.resolve()
-    files = [path] if path.is_file() else _files(path, "*")
-    return str(path), {file.name: sha256_of_file(file) for file in files}
+    files = [place] if place.is_file() else _files(place, "*")
+    return "", {file.name: sha256_of_file(file) for file in files}
 
 
 def _weights(model: Contents) -> dict[str, str]:
@@ -85,8 +87,8 @@ def _files(folder: Path, pattern: str) -> Iterator[Path]:
 
 
 def _read_to_fit(data: Source | Sequences, settings: MeasureSettings) -> Any:
-    """The text that the linear lens is fitted on: its name, and the hash of each file at that place, in subfolders,
-    too; None if it is not measured.
+    """The text that the linear lens is fitted on: the hash of each file at that place, in subfolders, too, or the name
+    where there is none; None if it is not measured.
     """
     if settings.named_measures.isdisjoint(LINEAR_LENS):
         return None
@@ -95,7 +97,8 @@ def _read_to_fit(data: Source | Sequences, settings: MeasureSettings) -> Any:
         return None
     place = Path(named).expanduser()
     files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
-    return str(named), {str(file.relative_to(place)): sha256_of_file(file) for file in files}
+    hashes = {str(file.relative_to(place)): sha256_of_file(file) for file in files}
+    return "" if hashes else str(named), hashes
 
 
 def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings: MeasureSettings) -> list[str]:
