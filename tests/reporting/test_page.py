@@ -300,6 +300,20 @@ def test_a_layer_of_the_strip_tells_its_numbers_and_leads_to_the_figure(pages, v
     assert page.evaluate("document.activeElement.ariaLabel").startswith("Text, layer 4: ")
 
 
+def test_a_layer_of_the_strip_is_marked_in_every_figure_over_layers(pages, visit, ready):
+    page = visit(pages("language_model"))
+    page.locator(".profile-columns button").nth(2).click()
+    unfold(page)
+    ready(page)
+    figures = page.evaluate(
+        "[...document.querySelectorAll('.plot')].map((div) => [div.dataset.figure, div.data[0].type,"
+        " div.layout.xaxis.title.text, (div.layout.shapes || []).map((one) => [one.x0, one.x1])])"
+    )
+    over_layers = [figure for figure in figures if figure[2].startswith("Layer") and figure[1] != "heatmap"]
+    assert {"displacement", "lens_accuracy", "lens_loss"} <= {name for name, *_ in over_layers}
+    assert [name for name, _, _, shapes in over_layers if [2.5, 3.5] not in shapes] == []
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize("layers", [12, 80])
 def test_the_names_of_the_strip_stand_beside_their_rows_on_a_telephone(visit, tmp_path, layers):

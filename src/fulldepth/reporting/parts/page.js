@@ -58,7 +58,7 @@ function layoutFor(div, { data, layout }) {
   const width = paper() ? PRINT_WIDTH : div.clientWidth;
   if (width < 400) for (const axis of isMap ? [base.xaxis, base.yaxis] : [base.xaxis]) Object.assign(axis, { tickvals: null, ticktext: null, nticks: 6 });
   const template = recoloured(DATA.template);
-  if (state.layer && base.xaxis.title.text === "Layer" && !isMap && `${div.dataset.figure.split(":")[1]} `.startsWith(state.stack && `${state.stack} `)) {
+  if (state.layer && base.xaxis.unifiedhovertitle?.text === "Layer %{x}" && !isMap && `${div.dataset.figure.split(":")[1]} `.startsWith(state.stack && `${state.stack} `)) {
     const ends = { x0: state.layer - 0.5, x1: state.layer + 0.5, y0: 0, y1: 1, yref: "paper" };
     base.shapes = [...(base.shapes || []), { type: "rect", ...ends, layer: "below", line: { width: 0 }, fillcolor: template.layout.yaxis.gridcolor }];
   }
