@@ -168,6 +168,23 @@ def test_layer_one_does_not_flatten_the_rest():
     assert drawn["displacement:log"].layout.yaxis.type == "log"
 
 
+@pytest.mark.parametrize(
+    "ends", [(21.1, 21.9), (2.01, 4.99), (0.9, 1.95), (5.5, 9.9), (1 - 1e-6, 1 + 1e-6), (3e-7, 40.0)]
+)
+def test_a_logarithmic_axis_has_two_numbers_between_its_values(ends):
+    drawn = build(
+        tabulate([synthetic.row("nc1", at, value, "value") for at, value in enumerate(ends)]),
+        {"model": {"num_layers": 1}},
+    )
+    (low, high), shown = drawn["nc1"].data[0].y, drawn["nc1"].layout.yaxis
+    within = [text for tick, text in zip(shown.tickvals, shown.ticktext, strict=True) if low <= tick <= high]
+    assert shown.type == "log"
+    assert 2 <= len({float(text) for text in within}) == len(within) <= 12
+    assert_array_equal(
+        [float(text) for text in shown.ticktext], np.float64([f"{tick:.10g}" for tick in shown.tickvals])
+    )
+
+
 def strings(value):
     """Every string inside a document."""
     if isinstance(value, dict):

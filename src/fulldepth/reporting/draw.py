@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +43,8 @@ SCALES: dict[str, dict[str, Any]] = {
 def value_axis(title: str, scale: str, values: Iterable[float | None] = (), **settings: Any) -> dict[str, Any]:
     """A value axis; `signed` is [0, 1] unless a value is negative, and `log` is linear unless all are positive.
 
-    `positive` is logarithmic, and values that are not positive are gaps.
+    `positive` is logarithmic, and values that are not positive are gaps. The ticks of a logarithmic axis are 1, 2 and 5
+    times powers of ten, or equally spaced if fewer than two of these lie between the values.
     """
     finite = [value for value in values if value is not None]
     if scale == "positive":
@@ -52,11 +54,16 @@ def value_axis(title: str, scale: str, values: Iterable[float | None] = (), **se
         return axis(title, range=[-1.04 if min(finite, default=0) < 0 else 0, 1.04])
     if scale != "log":
         return axis(title, **SCALES[scale], **settings)
-    if min(finite, default=0) <= 0:
+    low, high = min(finite, default=0), max(finite, default=0)
+    if low <= 0:
         return axis(title, **SCALES["zero"])
-    marks = (1, 2, 5) if max(finite) / min(finite) < 1e3 else (1,)
+    marks = (1, 2, 5) if high / low < 1e3 else (1,)
     ticks = [mark * 10.0**power for power in range(-12, 13) for mark in marks]
-    return axis(title, type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+    if low < high and sum(low <= tick <= high for tick in ticks) < 2:
+        power = 10.0 ** math.floor(math.log10(high - low))
+        step = power * next(share for share in (1, 0.5, 0.2) if high - low >= 4 * share * power or share == 0.2)
+        ticks = [step * count for count in range(math.floor(low / step), math.ceil(high / step) + 1)]
+    return axis(title, type="log", tickvals=ticks, ticktext=[f"{tick:.10g}" for tick in ticks])
 
 
 @dataclass(frozen=True)
