@@ -1,4 +1,5 @@
 import datasets
+import PIL.Image
 import pytest
 import torch
 from scipy.stats import binom
@@ -210,6 +211,26 @@ def test_labels_of_other_names_and_another_number_are_refused():
     stream = datasets.Dataset.from_list([*rows, {"text": "w1", "label": "a"}]).to_iterable_dataset()
     with refused(r"has 3 classes \(b, c, d\), and the model 4 of other names \(LABEL_0"):
         number_labels(open_source(stream, limit=10), [f"LABEL_{number}" for number in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("folders", "classes", "expected", "matched"),
+    [
+        (("0", "3", "11"), 1000, (0, 3, 11), "by these numbers"),  # some classes of a large model
+        (tuple(map(str, range(12))), 12, tuple(range(12)), "by these numbers"),
+        (tuple(map(str, range(1, 13))), 12, tuple(range(12)), "by their order"),
+    ],
+)
+def test_class_folders_that_are_numbers_are_the_classes_of_these_numbers(tmp_path, folders, classes, expected, matched):
+    """Text sorts 10 before 2: the third folder by name is no third class."""
+    for folder in folders:
+        (tmp_path / folder).mkdir()
+        PIL.Image.new("RGB", (4, 4)).save(tmp_path / folder / "picture.png")
+    source = number_labels(open_source(tmp_path), [f"LABEL_{number}" for number in range(classes)])
+    labels = [record.label for record in source.records]  # in the order of the folders' names
+    assert labels == [label for _, label in sorted(zip(folders, expected, strict=True))]
+    assert source.class_names == tuple(f"LABEL_{number}" for number in range(classes))
+    assert [warning.endswith(f"they are matched {matched}.") for warning in source.warnings] == [True]
 
 
 BY_ORDER = "they are matched by their order."

@@ -34,7 +34,8 @@ def number_labels(
     """The rows of a source with their labels, or the classes of their boxes, in the numbering of some classes.
 
     A class of the data is the one spelled alike, else one that differs in case only. If none has a name among the
-    classes, numbers are classes, with a warning; a source with `required` labels is refused then.
+    classes, names that are numbers of classes (folders `0` to `9`) are matched by these, else all by their order, with
+    a warning; a source with `required` labels is refused then.
 
     Args:
         source: from `open_source`.
@@ -57,16 +58,11 @@ def number_labels(
     warnings = list(source.warnings)
     bad = list[str]()
     named = any(number is not None for number in by_name) or (required and bool(by_name) and not boxes)
-    numbers = by_name if named else list(range(len(classes)))
+    numbers: Sequence[int | None] = by_name if named else list(range(len(classes)))
     if classes and source.class_names and not named:
+        numbers, named, how = _match_other_names(source, len(classes), listed(classes))
         ours = listed(source.class_names)
-        theirs = listed(classes)
-        if not boxes and len(source.class_names) != len(classes):
-            raise FulldepthError(
-                f"{source.name} has {len(source.class_names)} classes ({ours}), and the model {len(classes)} of other "
-                f"names ({theirs}), so it is not known which is which. Write the model's names or numbers as labels."
-            )
-        warnings.append(f"The data's classes ({ours}) are not the model's ({theirs}); they are matched by their order.")
+        warnings.append(f"The data's classes ({ours}) are not the model's ({listed(classes)}); they are matched {how}.")
     if boxes and classes and not named and len(source.class_names) > len(classes):
         raise FulldepthError(
             f"{source.name} has {len(source.class_names)} classes ({listed(source.class_names)}), the model has "
@@ -145,6 +141,25 @@ def usable_rows(
     if pictures and skip_bad:
         source = source.select(sample(identities(source), most, seed))
     return number_labels(source, classes or (), read=pictures and skip_bad, skip_bad=skip_bad)
+
+
+def _match_other_names(source: Source, count: int, classes: str) -> tuple[list[int], bool, str]:
+    """The model's class for each class of the data, none of whose names it has; whether they have the model's names
+    then; and how they were matched.
+    """
+    names = source.class_names
+    stated = [int(name) for name in names if name.isascii() and name.isdecimal() and len(name) < 20]
+    are_numbers = len(set(stated)) == len(names)
+    if are_numbers and max(stated) < count:
+        return stated, True, "by these numbers"
+    if len(names) != count and source.kind != "objects":
+        raise FulldepthError(
+            f"{source.name} has {len(names)} classes ({listed(names)}), and the model {count} of other names "
+            f"({classes}), so it is not known which is which. Write the model's names or numbers as labels."
+        )
+    if are_numbers and len(names) == count:  # such as 1 to 10, of which text sorts 10 before 2
+        return [sorted(stated).index(number) for number in stated], True, "by their order"
+    return list(range(count)), False, "by their order"
 
 
 def listed(names: Iterable[str]) -> str:
