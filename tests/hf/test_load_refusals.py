@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import tiny_models
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.hf import find_tokenizer, load_checkpoint, load_processor, load_tokenizer, open_model
+from fulldepth.hf.file_checks import locate
 from json_files import read_json, write_json
 from refusals import refused, refuses
 from skip import word_tokenizer
@@ -318,6 +319,14 @@ def test_a_folder_without_a_tokenizer_is_refused_by_what_is_missing(tmp_path):
     (tmp_path / "rows.jsonl").write_text("")
     with refused("holds no tokenizer; expected tokenizer.json"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nope/x/", "/nope/model", "a/b/c", "../mödel #1"])
+def test_a_path_that_does_not_exist_is_no_name_of_the_hub(name):
+    """Whatever reads the checkpoint first: huggingface_hub would speak of the characters of a repository's name."""
+    for read in (load_checkpoint, load_tokenizer, lambda where: locate(where, "config.json")):
+        with refused(f"No such folder: {name}. Expected "):
+            read(name)
 
 
 def test_a_checkpoints_own_tokenizer_comes_before_that_of_the_folder_above(tmp_path):

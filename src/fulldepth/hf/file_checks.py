@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import safe_open
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
@@ -96,7 +97,7 @@ def locate(where: str, name: str, revision: str | None = None) -> Path | None:
     A file of the Hub is downloaded unless it is in the cache.
 
     Raises:
-        FulldepthError: if it is neither a regular file nor a link to one.
+        FulldepthError: if it is neither a regular file nor a link to one, or there is no such folder.
     """
     if is_folder(where):
         path = Path(where) / name
@@ -105,6 +106,7 @@ def locate(where: str, name: str, revision: str | None = None) -> Path | None:
         if path.exists() or path.is_symlink():
             raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
         return None
+    check_name(where)
     with reading(f"{one_line(where, 200)}/{name}"):
         path_in_cache = cached_file(
             where,
@@ -127,6 +129,21 @@ def stored_file(source: str, name: str, revision: str | None) -> Path | None:
     except ValueError:  # not the name of a repository
         return None
     return Path(cached) if isinstance(cached, str) else None
+
+
+def check_name(where: str, expected: str = "a checkpoint folder") -> None:
+    """Refuse a name that is neither an existing path nor valid on the Hub.
+
+    Raises:
+        FulldepthError: with the name, and what was expected there.
+    """
+    if not is_folder(where) and not Path(where).exists():
+        try:
+            validate_repo_id(where)
+        except HFValidationError as error:
+            raise FulldepthError(
+                f"No such folder: {one_line(where, 200)}. Expected {expected} or a Hub name (owner/name)."
+            ) from error
 
 
 def is_folder(where: str) -> bool:

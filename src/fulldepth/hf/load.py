@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -36,6 +35,7 @@ from fulldepth.hf.file_checks import (
     check_config,
     check_free_memory,
     check_model_files,
+    check_name,
     check_processor_files,
     check_stored_types,
     check_tokenizer_files,
@@ -274,7 +274,7 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     gguf = find_gguf(where)
     stored = None
     if gguf is None:
-        _check_name(where, "a folder with a tokenizer")
+        check_name(where, "a folder with a tokenizer")
         stored = check_tokenizer_files(where, revision)
         check_tokenizer_is_there(where)
     with _plain_errors(where, kind="a tokenizer"), silent():
@@ -350,7 +350,7 @@ def _check_folder(where: str) -> None:
     """Refuse a local folder without a configuration or safetensors weights, naming what is missing."""
     folder = Path(where)
     if not is_folder(where):
-        _check_name(where, "a checkpoint folder")
+        check_name(where, "a checkpoint folder")
         if folder.exists():
             raise FulldepthError(f"{where} is a file; expected a checkpoint folder or a GGUF file.")
         return
@@ -363,17 +363,6 @@ def _check_folder(where: str) -> None:
         pickles = [name for name in files if name.endswith(PICKLES)]
         content = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "no weights at all"
         raise FulldepthError(f"{where} has {content}; expected *.safetensors. Convert with save_pretrained first.")
-
-
-def _check_name(where: str, expected: str) -> None:
-    """Refuse a name that is neither an existing path nor valid on the Hub."""
-    if not is_folder(where) and not Path(where).exists():
-        try:
-            validate_repo_id(where)
-        except HFValidationError as error:
-            raise FulldepthError(
-                f"No such folder: {one_line(where, 200)}. Expected {expected} or a Hub name (owner/name)."
-            ) from error
 
 
 @contextmanager
