@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from evaluation import small_world
 from exit import plain
 from exit.conftest import LABELS, sharpened, taught
 from fulldepth import exit
+from fulldepth.core.console import finish
 from fulldepth.exit.readings import Exit
 from fulldepth.exit.served import EarlyExit
 from fulldepth.measurement import measure
@@ -20,11 +22,14 @@ from fulldepth.results import Results
 from fulldepth.settings.exit import ExitSettings
 from fulldepth.subject import Subject
 from measurement import oracle
+from pages import DOCS
 from refusals import refused
 from skip.word_tokenizer import tokenizer
 
 RULES = ["confidence", "margin", "entropy", "patience"]
 THRESHOLDS = [0.3, 0.5, 0.8, 1.0]
+UNTIMED = {"measured_speedup", "measured_speedup_interval", "timing", "seconds"}
+VERDICTS = {"differs", "no-difference", "busy", "few-rounds"}
 
 
 def check(results, samples, targets, min_layer):
@@ -97,6 +102,26 @@ def test_the_sample_of_positions_does_not_depend_on_batches(texts):
     assert few.meta["exits"][0]["loss"] == pytest.approx(again.meta["exits"][0]["loss"], rel=1e-6)
 
 
+def test_a_sample_of_positions_is_stated_in_results_on_the_page_and_on_the_console(texts, labelled, tmp_path, capsys):
+    """Packed texts give windows of 8 tokens, whose last has no target."""
+    model = tiny_models.build("llama")
+    options = {"sequence_length": 8, "tokenizer": tokenizer(), "threshold": [0.5], "prompts": 0}
+    whole = exit.sweep(model, texts, lens_tokens=None, **options)
+    targets = whole.meta["data"]["tokens"] - whole.meta["data"]["sequences"]
+    assert whole.meta["sampling"] == {"lens_positions": targets, "lens_targets": targets, "sentence": None}
+    assert sum(whole.meta["exits"][0]["exits"]) == targets
+    few = exit.sweep(model, texts, lens_tokens=50, output=tmp_path, **options)
+    sampling = few.meta["sampling"]
+    assert (sampling["lens_positions"], sampling["lens_targets"]) == (50, targets)
+    assert f"every layer reads 50 of {targets:,} positions with a target" in sampling["sentence"]
+    finish(few)
+    assert sampling["sentence"] in capsys.readouterr().out
+    assert sampling["sentence"] in (tmp_path / "report.html").read_text("utf-8")
+    bert = sharpened("bert-classifier", 2.0)
+    of_classes = exit.sweep(bert, labelled, tokenizer=tokenizer(), repeats=0, lens_tokens=3).meta["sampling"]
+    assert of_classes == {"lens_positions": len(labelled), "lens_targets": len(labelled), "sentence": None}
+
+
 @torch.no_grad()
 def test_generation_beside_the_sweep_is_compared_with_plain_greedy(texts):
     model = sharpened("llama", 4.0)
@@ -123,6 +148,11 @@ def test_generation_beside_the_sweep_is_compared_with_plain_greedy(texts):
         assert row["agreement"] == pytest.approx(float((alone.sequences == plain)[:, 8:].double().mean()))
     assert rows[2]["agreement"] == 1.0
     assert min(row["agreement"] for row in rows) < 1
+    assert {row[name] for row in results.meta["exits"] for name in UNTIMED} == {None}
+    paragraph = (DOCS / "exit.md").read_text().split("Of a decoder, ")[1].split("\n\n")[0]
+    for_decoders, keys = (set(re.findall("`([^`]+)`", part)) for part in paragraph.split("with the keys"))
+    assert for_decoders - {"exits", "generation"} | {"measured_speedup_interval"} == UNTIMED
+    assert keys - VERDICTS == set(rows[0])
 
 
 def test_results_are_saved_and_read(labelled, tmp_path):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.progress import Watcher
 from fulldepth.execution.readers import prove_export
-from fulldepth.exit.readings import no_advice, read_exits
+from fulldepth.exit.readings import no_advice, read_exits, sampling
 from fulldepth.hf import (
     Anatomy,
     ModelCard,
@@ -207,10 +207,11 @@ def _choose(
         raise FulldepthError(f"{reason} Give other data, or choose the layers with --layers.")
     plain, low, layers = readings.depth(share)
     cut, full = (readings.accuracy(readings.all_at(layer)) for layer in (layers, num_layers))
+    sampled = sampling(measured, readings)["sentence"]
     return layers, (
         f"The first {layers} of {num_layers} layers: the fewest shown to keep at least {share:.0%} of the full model's "
         f"accuracy on {measured.sequences.name} ({cut:.1%} and {full:.1%}; by the estimates alone {plain}, 95 % "
-        f"interval {low} to {layers})."
+        f"interval {low} to {layers})." + (f" {sampled}" if sampled else "")
     )
 
 

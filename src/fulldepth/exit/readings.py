@@ -189,6 +189,23 @@ def no_advice(subject: Subject, readings: Readings) -> str | None:
     return f"The full model is right on {right} %, {constant}: nothing is advised."
 
 
+def sampling(subject: Subject, readings: Readings) -> dict[str, Any]:
+    """The entry `sampling` of `results.json`: positions (or labelled sequences) that were read, and all with a target;
+    `sentence`, None if all were read.
+    """
+    positions = len(readings.target)
+    targets = subject.sequences.num_targets
+    sentence = (
+        f"Sampled: every layer reads {positions:,} of {targets:,} positions with a target. "
+        "--set lens_tokens=null reads all."
+    )
+    return {
+        "lens_positions": positions,
+        "lens_targets": targets,
+        "sentence": sentence if positions < targets else None,
+    }
+
+
 @torch.no_grad()
 def read_exits(subject: Subject, rules: Sequence[Rule], settings: LayerReadingSettings, watcher: Watcher) -> Readings:
     """Run the data through the model once, and apply its classifier to all layers, for all rules and thresholds.

@@ -17,7 +17,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.execution.decoding import Decoder, Generation
 from fulldepth.execution.latency import OtherLoad, machine, order
-from fulldepth.exit.readings import Exit, Readings, batch_size_of, calibrated, no_advice, read_exits, splits
+from fulldepth.exit.readings import Exit, Readings, batch_size_of, calibrated, no_advice, read_exits, sampling, splits
 from fulldepth.exit.served import SpeedUp, timed
 from fulldepth.metrics.standard_errors import Mean
 from fulldepth.results import Finding, Results, claimed, finite, provenance, tabulate
@@ -101,7 +101,8 @@ def sweep(
 
     One pass over the data applies the model's own final norm and head to every layer, which gives all rules and
     thresholds at once. Classifiers are then run with samples removed as they leave, and timed against
-    their own forward pass. Language models are read with the true tokens before each position.
+    their own forward pass. Language models are read at a sample of `lens_tokens` positions, with the
+    true tokens before each.
 
     Args:
         model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode).
@@ -148,6 +149,7 @@ def sweep(
             "model": subject.verified.describe(subject.checkpoint) | {"hash": subject.hash},
             "data": subject.sequences.describe() | {"samples": {name: len(p.sequence) for name, p in parts.items()}},
             "batch_size": batch_size_of(subject, settings),
+            "sampling": sampling(subject, readings),
             "full": {
                 **_stated({name: full[name] for name in ("accuracy", "loss")}),
                 "seconds": seconds,
