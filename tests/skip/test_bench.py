@@ -217,6 +217,33 @@ def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path):
     assert "Measured on the text that chose the blocks" in results.headline["loss_added fast"]["sentence"]
 
 
+def test_a_fifth_of_the_data_is_that_of_the_search_unless_the_settings_say_otherwise(folders, tmp_path):
+    """Losses are those of stock passes over the rows that `read_examples` holds out for the search's settings."""
+    texts = [" ".join(f"w{(7 * row + 3 * at) % 80}" for at in range(9 + row)) for row in range(10)]
+    file = str(jsonl(tmp_path / "data.jsonl", *({"text": text} for text in texts)))
+    original = AutoModelForCausalLM.from_pretrained(folders / "original").eval()
+    read = {"seed": 3, "sequence_length": 8}
+    searched = read_examples(file, tokenizer(), 64, limit=14, **read)
+    entirely = read_examples(file, tokenizer(), 64, seed=0, sequence_length=8)
+    noted = {"settings": {**read, "max_sequences": 14}}
+    given = {**SMALL, "tokenizer": tokenizer(), "data": file}
+    own_heldout = {**searched.meta, "heldout": {"name": "other.jsonl"}}
+    cases = {
+        "searched": (searched.meta, {}, searched),
+        "given": (searched.meta, {"seed": 0, "max_sequences": None}, entirely),
+        "heldout": (own_heldout, {}, entirely),
+    }
+    for name, (data, options, expected) in cases.items():
+        made = plan(original, [1], values=None, data=data, search="greedy")
+        made = made.changed(cost={**made.cost, **noted})
+        fast = export(made, original, "fast", tmp_path / name, tokenizer=tokenizer()).path
+        results = bench(folders / "original", [fast], **given, **options)
+        loss = results.table.query("measure == 'loss' and model == 'original' and statistic == 'mean'")
+        assert loss["count"].item() == sum(row.predicted for row in expected.heldout), name
+        assert loss["value"].item() == pytest.approx(plain.loss(original, expected.heldout, (), "attention"), rel=1e-6)
+        assert results.meta["settings"]["seed"] == (3 if name == "searched" else 0)
+
+
 def test_rows_are_read_as_the_plan_read_them_or_it_is_said_that_they_may_be_known(folders, tmp_path):
     original = AutoModelForCausalLM.from_pretrained(folders / "original").eval()
     text = tmp_path / "text.txt"

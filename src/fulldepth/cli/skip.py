@@ -215,7 +215,7 @@ def bench_command(
         str | None,
         typer.Option(
             "--data",
-            help="Also measure each model's held-out loss, with the data of `skip search` on the same held-out tokens.",
+            help="Also measure each model's held-out loss: with the data of `skip search`, on its held-out tokens.",
             rich_help_panel=DATA,
         ),
     ] = None,

@@ -24,6 +24,8 @@ from fulldepth.data.tokens import Frame, check_positions, check_vocabulary
 
 HELDOUT_SHARE = 5
 """One in so many documents or pairs is held out if there is no held-out file."""
+SEEDED_FIFTH = "a seeded fifth of "
+"""Beginning of the name of held-out rows that are drawn from the data."""
 DEFAULT_LENGTH = 256
 MOST_WINDOWS = 1 << 40
 """Windows without a limit."""
@@ -137,7 +139,7 @@ def read_examples(
         ]
         parts, scored = ([pair[place] for pair in split] for place in (0, 1))
         second = _joined(scored)
-        second = second._replace(name=f"a seeded fifth of {second.name}", warnings=())
+        second = second._replace(name=f"{SEEDED_FIFTH}{second.name}", warnings=())
     else:
         second = _joined(scored)
     first = _joined(parts) if parts else second._replace(examples=[])
@@ -167,6 +169,14 @@ def read_examples(
         "warnings": warnings,
     }
     return Examples(first.examples, second.examples, meta)
+
+
+def is_seeded_fifth(meta: Mapping[str, Any]) -> bool:
+    """Return True if the held-out rows that `meta` of examples, or `data` of a plan, states are a seeded fifth of the
+    data; also if it does not state what they are.
+    """
+    name = str((meta.get("heldout") or {}).get("name") or SEEDED_FIFTH)
+    return name.startswith(SEEDED_FIFTH)
 
 
 def _read_all(data: Any, limit: int | None, read: Callable[..., _Part]) -> list[_Part]:

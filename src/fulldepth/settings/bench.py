@@ -8,8 +8,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from fulldepth.core.errors import FulldepthError
 from fulldepth.settings.layers import SET, Applies
-from fulldepth.settings.loading import LOADING, Length
-from fulldepth.settings.search import HeldoutSettings
+from fulldepth.settings.loading import LOADING, Length, Seed
+from fulldepth.settings.search import HeldoutSettings, Rows
 
 MOST_ROUNDS = 100_000
 MOST_CLIENTS = 4096
@@ -19,7 +19,11 @@ DATA = ("max_sequences", "sequence_length", "batch_size", "chat")
 
 
 class BenchSettings(HeldoutSettings):
-    """Settings of the timings, and of the data on which losses are computed."""
+    """Settings of the timings, and of the data on which losses are computed.
+
+    Where `sequence_length` and `chat` are not given, they are those of the search of the first export with a plan; with
+    `data` but without `heldout`, also `max_sequences` and `seed`.
+    """
 
     options: ClassVar = {
         "What is timed": (*TIMED, "seed"),
@@ -32,6 +36,17 @@ class BenchSettings(HeldoutSettings):
         Applies(("requests",), {"concurrency": SET}),
     )
 
+    max_sequences: Rows | None = None
+    """Rows (or windows of text) to read; None = with --data as in the search of the first export, else all."""
+    sequence_length: Length | None = None
+    """Tokens in a window of plain text; None = as in the search of the first export, else 256, or the model's positions
+    if fewer."""
+    chat: bool = True
+    """Put prompts with responses into the tokenizer's chat template, if it has one; otherwise they are plain text.
+    Chats always have the template. Unless it is given, as in the search of the first export."""
+    seed: Seed = 0
+    """Seed of the held-out fifth and of all other random choices. With --data, unless it is given, that of the search
+    of the first export."""
     batches: list[Length] = Field(default=[1, 4], min_length=1, max_length=1000)
     """Comma-separated numbers of sequences run at once."""
     contexts: list[Length] = Field(default=[128, 512], min_length=1, max_length=1000)

@@ -41,7 +41,7 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.progress import Watcher
 from fulldepth.core.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
-from fulldepth.data.examples import Examples, units
+from fulldepth.data.examples import Examples, is_seeded_fifth, units
 from fulldepth.data.tokens import plain_ids
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.heldout import HeldoutLosses, heldout_losses, vocabulary
@@ -112,10 +112,12 @@ def bench(
         settings: fields of `BenchSettings` as keywords, or an instance.
         watcher: receives progress.
         overwrite: replace results in the output folder.
-        data: as for `search`: losses of all models are computed on its held-out fifth, the one that a search with the
-            same seed scores blocks with. None = no losses, unless `heldout` is set.
+        data: as for `search`: losses of all models are computed on its held-out fifth, which is the one that the search
+            of the first export with a plan scored blocks with, if it read the same data: its seed, number of rows,
+            length of windows and use of the chat template apply unless `settings` give them. None = no losses, unless
+            `heldout` is set.
         heldout: held-out data, used entirely in place of that fifth. The length of windows and the use of the chat
-            template are those of the first export's plan, unless `settings` give them.
+            template are those of the same search.
         tokenizer: for data: a tokenizer, its folder or Hub name; None = the original's.
 
     Raises:
@@ -152,7 +154,7 @@ def bench_calls(
     """Time one call after another, over batch sizes and contexts; arguments and errors are those of `bench`."""
     with ExitStack() as stack:
         entries = _opened(original, exports, settings)
-        settings = _reading_of_plan(settings, entries)
+        settings = _reading_of_plan(settings, entries, is_split=data is not None and heldout is None)
         for entry in entries[1:]:
             if isinstance(entry.model, PreTrainedModel):
                 stack.enter_context(evaluating(entry.model))
@@ -298,13 +300,22 @@ def _check_together(entries: Sequence[BenchedModel], settings: BenchSettings) ->
         raise FulldepthError(f"llama.cpp runs {base} with one sequence at a time: add 1 to the batches.")
 
 
-def _reading_of_plan(settings: BenchSettings, entries: Sequence[BenchedModel]) -> BenchSettings:
-    """The settings with the length of windows and the use of the chat template of the first plan, where they are not
-    given: rows that chose blocks or healed a model are recognised by their tokens.
+def _reading_of_plan(settings: BenchSettings, entries: Sequence[BenchedModel], *, is_split: bool) -> BenchSettings:
+    """The settings with those by which the search of the first plan read its data, where they are not given.
+
+    Always the length of windows and the use of the chat template: rows that chose blocks or healed a model are
+    recognised by their tokens. If both hold out a seeded fifth of their data (`is_split`: the benchmark does), also
+    the seed and the number of rows, which choose that fifth. Held-out data of their own are read entirely.
     """
-    stored = next((Plan.of(entry.plan).cost.get("settings", {}) for entry in entries if entry.plan), {})
-    names = {"sequence_length", "chat"} - settings.model_fields_set
-    return settings.model_copy(update={name: stored[name] for name in names if stored.get(name) is not None})
+    plan = next((Plan.of(entry.plan) for entry in entries if entry.plan), None)
+    if plan is None:
+        return settings
+    names = {"sequence_length", "chat"}
+    if is_split and is_seeded_fifth(plan.data):
+        names |= {"seed", "max_sequences"}
+    stored = plan.cost.get("settings", {})
+    inherited = {name: stored[name] for name in names - settings.model_fields_set if stored.get(name) is not None}
+    return settings.model_copy(update=inherited)
 
 
 def _unseen(entries: Sequence[BenchedModel], examples: Examples) -> Examples:
