@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from fulldepth.settings import Settings, assignments, layer, names, read
 from fulldepth.settings.evaluate import EvaluateSettings
 from fulldepth.settings.layers import as_yaml, assigned
+from fulldepth.settings.search import CurveSettings, SearchSettings
 from fulldepth.settings.train import TrainSettings
 from refusals import refused
 
@@ -46,6 +47,21 @@ def test_a_later_source_wins_key_by_key_also_inside_mappings():
         assignments(["seed=3"]),
     )
     assert settings == Sample(seed=3, optimiser=Optimiser(rate=0.25, betas=(0.8, 0.9)))
+
+
+def test_given_blocks_drop_how_a_recipe_chooses_blocks():
+    """All recipes of `skip`, and two that state everything that `given` makes needless."""
+    choosing = {"search": "greedy", "criterion": "kl", "budget": "9s", "pool": 3, "exchanges": 1, "confidence": 0.9}
+    aimed = {**choosing, "target_speedup": 1.2, "context": 64, "granularity": "layer", "epochs": 3}
+    needless = {*choosing, "blocks", "target_speedup", "context"}
+    for recipe in (*(read(name, "skip") for name in names("skip")), {**choosing, "blocks": 5}, aimed):
+        kept = {key: value for key, value in recipe.items() if key not in needless}
+        expected = SearchSettings(**kept, search="given", given=[3])
+        assert layer(SearchSettings, recipe, {"given": [3]}).model_dump() == expected.model_dump()
+    assert layer(CurveSettings, {"search": "exact", "blocks": 5}, {"given": [3]}).blocks == 1
+    for together in ({"search": "exact", "given": [3]}, {"blocks": 5, "given": [3]}):
+        with refused("--given"):
+            layer(SearchSettings, {}, together)
 
 
 def test_another_data_set_drops_what_the_recipe_says_about_its_own():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -23,6 +24,8 @@ TARGETS = ("target_speedup", "target_bytes", "target_cache", "max_loss")
 """Settings that state what a search is for, in place of a number of blocks."""
 OF_TARGETS = ("decode_share", "batch", "context")
 """Settings that describe the use for which a target is reached."""
+CHOICE = ("search", "criterion", "blocks", *TARGETS, *OF_TARGETS, "budget", "pool", "exchanges", "confidence")
+"""Settings of how blocks are chosen; a later source that gives the blocks drops what earlier ones say of it."""
 
 Layer = Annotated[int, Field(ge=1, le=10_000)]
 BlockName = Annotated[str, Field(pattern=r"^(attention|mlp|layer) [1-9][0-9]{0,8}$")]
@@ -136,7 +139,8 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
     granularity: Granularity = "attention"
     """What a removed block is: attention, mlp, layer, or any of these (the default with a target)."""
     given: Annotated[list[Given], Field(max_length=10_000)] | None = None
-    """The layers to remove, 1-based, in order: 3,7 (granularity any: attention 3,mlp 7); implies `search: given`."""
+    """The layers to remove, 1-based, in order: 3,7 (granularity any: attention 3,mlp 7); implies `search: given`. What
+    a recipe says of the choice of blocks (search, criterion, blocks, targets) is left out then."""
     chunks: Batch = 32
     """Chunks of the held-out data, after each of which greedy may drop candidates; at most one for each sequence. Other
     searches read few data in chunks of four sequences, or of a batch if that is smaller."""
@@ -163,6 +167,12 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
     """Keep one state per block while scalars are trained, and run each block again in the backward pass: less memory,
     1.5 times the computation, the same result. None: where autograd would keep more than about 4 GiB, and where
     weights are offloaded."""
+
+    @classmethod
+    def without_outdated(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Earlier values; where a later source gives the blocks, without those of their choice (`CHOICE`)."""
+        kept = super().without_outdated(below, above)
+        return {key: value for key, value in kept.items() if key not in CHOICE} if above.get("given") else kept
 
     @model_validator(mode="before")
     @classmethod
