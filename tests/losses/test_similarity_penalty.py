@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from fulldepth.losses.similarity_penalty import similarity_penalty
+from fulldepth.losses.similarity_penalty import SimilarityPenalty, similarity_penalty
 from losses.trained_step import is_value, leaves
 
 LAYERS = 4
 WEIGHTS = {
     "linear": [2 * layer / (LAYERS * (LAYERS + 1)) for layer in range(1, LAYERS + 1)],
     "uniform": [1 / LAYERS] * LAYERS,
+    "sum": [1.0] * LAYERS,
     (0.0, 2.0, 0.5, 7.0): [0.0, 2.0, 0.5, 7.0],
 }
 
@@ -49,6 +50,27 @@ def test_value_and_gradient_are_the_papers_formula(states, mask, dtype, weights)
             assert_close(slope, other.grad, rtol=1e-12, atol=1e-12)
     pooled = [state[:, 0] for state in states]  # [B, D]
     is_value(similarity_penalty(pooled, weights), plain(pooled, WEIGHTS[weights], everything[:, 0]), dtype)
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+def test_the_range_is_that_of_the_docstring(states, layers):
+    """Layers that are opposite to the last one reach its upper end, which depends on the weights."""
+    last = states[-1]
+    opposite = [-last] * (layers - 1) + [last]
+    docstring = " ".join(similarity_penalty.__doc__.split())
+    others = layers - 1
+    ends = {
+        "linear": ("2 (L - 1) / (L + 1) with", 2 * others / (layers + 1)),
+        "uniform": ("2 (L - 1) / L with", 2 * others / layers),
+        "sum": ("2 (L - 1) with", 2 * others),
+    }
+    for weights, (text, end) in ends.items():
+        assert text in docstring
+        assert f'`"{weights}"` for' in docstring
+        assert similarity_penalty(opposite, weights).item() == pytest.approx(end, rel=1e-12)
+        assert SimilarityPenalty(weight=1.0, weights=weights).weights == weights
+    numbers = [0.5 + layer for layer in range(layers)]
+    assert similarity_penalty(opposite, numbers).item() == pytest.approx(2 * sum(numbers[:-1]), rel=1e-12)
 
 
 @pytest.mark.parametrize("layers", [1, 3])

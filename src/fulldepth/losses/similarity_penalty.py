@@ -23,8 +23,8 @@ class SimilarityPenalty(Term):
 
     name = "similarity"
     sites = ("residual",)
-    weights: Literal["linear", "uniform"] | list[float] | tuple[float, ...] = "linear"
-    """Weights of the layers: linear (2l / (L (L+1))), uniform (1/L), or L numbers."""
+    weights: Literal["linear", "uniform", "sum"] | list[float] | tuple[float, ...] = "linear"
+    """Weights of the layers: linear (2l / (L (L+1))), uniform (1/L), sum (1), or L numbers."""
 
     def check(self, anatomy: Anatomy) -> None:
         """Check that there is one weight per layer."""
@@ -52,16 +52,20 @@ class SimilarityPenalty(Term):
 def similarity_penalty(
     hidden_states: Sequence[Tensor], weights: str | Sequence[float] = "linear", mask: Tensor | None = None
 ) -> Tensor:
-    r"""Weighted mean cosine distance between every layer and the last, in [0, 2].
+    r"""Weighted sum of the mean cosine distances between every layer and the last.
 
     .. math:: L_{sim} = \sum_{l=1}^{L} \lambda_l \, \mathrm{mean}_{tokens} \left(1 - \cos(h_l, h_L)\right)
+        \in \left[0, 2 \sum_{l=1}^{L-1} \lambda_l\right]
 
+    The upper end is 2 (L - 1) / (L + 1) with linear weights, 2 (L - 1) / L with uniform ones, and 2 (L - 1) with
+    `"sum"`; it is reached where all layers before the last are opposite to it.
     Unweighted: the objective multiplies it by beta. Gradients flow through both states. The last term is 0 by
     construction and omitted. States are not copied, as in `jump_penalty`.
 
     Args:
         hidden_states: residual stream `h_1, ..., h_L`, each `[B, T, D]` (or `[B, D]`), possibly on several devices.
-        weights: `"linear"` for `2l / (L(L+1))`, `"uniform"` for `1/L`, or L numbers.
+        weights: `"linear"` for `2l / (L(L+1))`, `"uniform"` for `1/L`, `"sum"` for 1, or L numbers of at
+            least 0.
         mask: `[B, T]` (or `[B]`), True (or 1) = counts. Other positions have no effect, even if they are NaN.
 
     Returns:
