@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fulldepth import exit
 from fulldepth.results import Results
+from pages import DOCS
 from refusals import refused
 from skip import word_tokenizer
 
@@ -85,14 +86,34 @@ def test_results_hold_text_and_statistics(run, checkpoint, tmp_path):
         *("generate", checkpoint, "--prompt", PROMPT, "--no-chat", "--max-new-tokens", "9", "--speculate-from", "2"),
         *("--set", "draft_length=3", "--output", output, "--json"),
     )
-    assert json.loads(result.stdout)["texts"] == [text_of(checkpoint, 9)]
+    printed = json.loads(result.stdout)
+    assert printed["texts"] == [text_of(checkpoint, 9)]
     meta = Results.load(output).meta
     assert meta["kind"] == "generation"
     assert meta["generation"]["prompts"] == [PROMPT]
     assert meta["generation"]["texts"] == [text_of(checkpoint, 9)]
     assert meta["generation"]["stats"]["speculate_from"] == 2
+    assert printed == {"texts": printed["texts"], "stats": meta["generation"]["stats"]}
     assert meta["headline"]["acceptance"]["value"] == meta["generation"]["stats"]["acceptance"]
     assert run("generate", checkpoint, "--prompt", PROMPT, "--output", output, code=2).stderr.count("already holds")
+
+
+def test_help_and_documentation_say_what_json_is(run, checkpoint):
+    """`lens` prints its table: the last layer's tokens at the end of the prompt are those of a stock forward pass."""
+    printed = json.loads(run("lens", checkpoint, PROMPT, "--top-k", "2", "--json").stdout)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([tokenizer(PROMPT)["input_ids"]])).logits[0, -1]
+    place = max((row["layer"], row["position"]) for row in printed)
+    tops = [row["top_token"].strip() for row in printed if (row["layer"], row["position"]) == place]
+    assert tops == [tokenizer.decode([token]).strip() for token in logits.topk(2).indices.tolist()]
+    documented = " ".join((DOCS / "inputs.md").read_text().split())
+    for verb, content in (("lens", "the table of tokens"), ("generate", "texts and statistics")):
+        shown = " ".join(run(verb, "--help").stdout.replace("│", " ").split())
+        assert f"Print {content} as JSON on stdout" in shown
+        assert f"`{verb}`: {content}" in documented
+    assert "Print the headline as JSON on stdout" in " ".join(run("exit", "--help").stdout.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(

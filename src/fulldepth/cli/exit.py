@@ -63,7 +63,7 @@ def exit_export_command(
     console.checkpoint(exported, output, [("layers", f"{exported.layers} of {exported.num_layers}")])
 
 
-@command(app, "generate", GenerateSettings, headline=True)
+@command(app, "generate", GenerateSettings, headline="texts and statistics")
 def generate_command(
     model: Model,
     settings: GenerateSettings,

@@ -55,7 +55,7 @@ def _shade(probability: float) -> str:
     return f"{'white' if probability > 0.5 else 'black'} on rgb({red},{green},{blue})"
 
 
-@command(app, "lens", LensSettings, headline=True)
+@command(app, "lens", LensSettings, headline="the table of tokens")
 def lens_command(
     model: Model,
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt; - reads it from standard input.")],
@@ -66,7 +66,7 @@ def lens_command(
     """Show what a model would predict after every layer of a prompt (the logit lens).
 
     Rows are layers, the last one on top; columns are tokens of the prompt. A cell is the most probable next token, in a
-    stronger shade the more probable it is. --json prints all --top-k tokens with their probabilities.
+    stronger shade the more probable it is. The table of --json has all --top-k tokens with their probabilities.
 
     With --generate 24 the model continues the prompt, and the columns are its steps.
 

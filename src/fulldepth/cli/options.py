@@ -53,9 +53,13 @@ Changes = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="The same as --set: steps=500 model.hidden_size=256 objective.jump=1."),
 ]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print the headline as JSON on stdout, everything else on stderr.")
-]
+
+
+def json_option(printed: str) -> Any:
+    """The option `--json` of a command that prints this as JSON."""
+    return Annotated[
+        bool, typer.Option("--json", help=f"Print {printed} as JSON on stdout, everything else on stderr.")
+    ]
 
 
 def command(
@@ -64,7 +68,7 @@ def command(
     settings: type[Settings] | None = None,
     *,
     recipes: str | None = None,
-    headline: bool = False,
+    headline: bool | str = False,
     parser: type[typer.core.TyperCommand] | None = None,
 ) -> Callable[[Command], Command]:
     """Add a function to a program as a command.
@@ -79,7 +83,8 @@ def command(
         settings: the class whose fields become options.
         recipes: the verb whose recipes the command reads, from its argument `recipe` (which `KEY=VALUE` arguments may
             follow) if the function has such a parameter, else from the option `--recipe`. None = no recipes.
-        headline: True if the command prints a headline, which gives it the option `--json`.
+        headline: True if the command prints a headline, which gives it the option `--json`; or what it prints instead,
+            as in "the table of tokens".
         parser: class of the command; None = typer's own.
     """
 
@@ -128,7 +133,9 @@ def command(
                 option = typer.Option(help=text, autocompletion=starting(names(recipes)))
                 entries["recipe"] = Annotated[str | None, option], None
             entries["assigned"] = Assignments, None
-        entries |= ({"as_json": (AsJson, False)} if headline else {}) | {"debug": (Debug, False)}
+        if headline:
+            entries["as_json"] = json_option("the headline" if headline is True else headline), False
+        entries["debug"] = Debug, False
         parameters = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             for name, (annotation, default) in entries.items()
