@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny_models
 from cli.conftest import shell
+from cli.test_cli import options_of
 from data.conftest import jsonl
 from fulldepth.data.examples import read_examples
 from fulldepth.hf.model_hash import model_hash
@@ -105,18 +106,25 @@ def test_a_ranking_without_losses_is_healed_and_nothing_is_said_of_its_losses(tm
     jsonl(tmp_path / "text.jsonl", *({"text": row} for row in rows))
     data = ["--data", tmp_path / "text.jsonl", "--sequence-length", "16"]
     search = ["--search", "cosine", "--blocks", "1", "--no-fit", "-o", tmp_path / "plan"]
+    search += ["--seed", "3", "--batch-size", "4"]
     code, _, said = main("skip", "search", tmp_path / "model", *data, *search)
     assert code == 0, said
     plan = Plan.load(tmp_path / "plan")
     assert not plan.losses
     code, _, said = main(
-        "skip", "heal", tmp_path / "plan", tmp_path / "model", *data, "--steps", "0", "-o", tmp_path / "h"
-    )
+        "skip", "heal", tmp_path / "plan", tmp_path / "model", *data, "--steps", "0", "-o", tmp_path / "h",
+        "--set", "seed=null",
+    )  # fmt: skip
     assert code == 0, said
     results = Results.load(tmp_path / "h")
+    of_search = {"seed": 3, "batch_size": 4, "chat": True, "dtype": "auto"}
+    assert results.meta["settings"].items() >= of_search.items()
+    described = options_of(main("skip", "heal", "--help")[1])
+    for name in (*of_search, "sequence_length"):
+        assert "[default: as in the search]" in described[f"--{name.replace('_', '-')}"], name
     assert not any("removed blocks are the search's" in line for line in results.meta["warnings"])
     healed = AutoModelForCausalLM.from_pretrained(tmp_path / "h")
-    examples = read_examples(str(tmp_path / "text.jsonl"), tokenizer(), 64, sequence_length=16)
-    unseen = split_rows(plan, examples, False, 0)[2]
+    examples = read_examples(str(tmp_path / "text.jsonl"), tokenizer(), 64, sequence_length=16, seed=3)
+    unseen = split_rows(plan, examples, False, 3)[2]
     stated = results.values("loss", "mean", "model", model="refitted").item()
     assert stated == pytest.approx(plain.loss(healed, unseen, (), "layer"), abs=1e-4)

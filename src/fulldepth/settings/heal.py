@@ -7,14 +7,18 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from fulldepth.settings.layers import SET, Applies
-from fulldepth.settings.loading import LOADING, Count, Length, Precision, Rate
-from fulldepth.settings.search import Batch, GgufType, HeldoutSettings, Rows
+from fulldepth.settings.loading import LOADING, Count, Length, Precision, Rate, Seed
+from fulldepth.settings.search import PLACES, Batch, GgufType, HeldoutSettings, Rows
+
+OF_SEARCH = HeldoutSettings.model_fields.keys() - PLACES
+"""Settings that are those of the search where they are None."""
 
 
 class HealSettings(HeldoutSettings):
     """How a plan's model is healed, and on which data.
 
-    Where `sequence_length`, `max_sequences`, `seed` and `dtype` are not given, they are those of the search.
+    Where `sequence_length`, `max_sequences`, `batch_size`, `chat`, `seed` and `dtype` are None, they are those of the
+    search (`ResolvedHealSettings`).
     """
 
     options: ClassVar = {
@@ -34,6 +38,15 @@ class HealSettings(HeldoutSettings):
     """Rows (or windows of text) to read; None = as many as the search read."""
     sequence_length: Length | None = None
     """Tokens in a window of plain text; None = as in the search."""
+    batch_size: Batch | None = None  # type: ignore[assignment]
+    """Sequences in one forward pass when losses are computed; None = as in the search."""
+    chat: bool | None = None  # type: ignore[assignment]
+    """Put prompts with responses into the tokenizer's chat template, if it has one; otherwise they are plain text.
+    Chats always have the template; None = as in the search."""
+    seed: Seed | None = None  # type: ignore[assignment]
+    """Seed of the rows that are kept apart and of all other random choices; None = as in the search."""
+    dtype: str | None = None  # type: ignore[assignment]
+    """Precision to load a model in: float32, bfloat16, float16; auto: the checkpoint's own; None = as in the search."""
     steps: Annotated[int, Field(ge=0, le=10**9)] = 75
     """Steps of distillation from the original after the refit, and of its control; 0 = the refit only."""
     global_batch_size: Batch = 8
@@ -62,3 +75,16 @@ class HealSettings(HeldoutSettings):
     gguf_type: GgufType | None = None
     """Type of changed matrices in that file. None = the source's; four bits take back much of what training brings,
     q8_0 hardly anything."""
+
+
+class ResolvedHealSettings(HealSettings):
+    """Settings of a healing in which those of the search, or else its defaults, stand in place of None."""
+
+    batch_size: Batch = 8
+    """Sequences in one forward pass when losses are computed."""
+    chat: bool = True
+    """Put prompts with responses into the tokenizer's chat template, if it has one."""
+    seed: Seed = 0
+    """Seed of the rows that are kept apart and of all other random choices."""
+    dtype: str = "auto"
+    """Precision to load a model in: float32, bfloat16, float16; auto: the checkpoint's own."""

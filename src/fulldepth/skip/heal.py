@@ -33,7 +33,7 @@ from fulldepth.skip.healed import (
     write_rows,
     write_start,
 )
-from fulldepth.skip.least_squares import Healing, refit, tokenizer_of, with_model
+from fulldepth.skip.least_squares import Healing, refit, resolved, tokenizer_of, with_model
 from fulldepth.skip.own_text import FILE as OWN_TEXT
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.tasks import CONTROL, TaskComparison, check_tasks
@@ -106,7 +106,7 @@ def heal(
         fast = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else has_bfloat16()
         settings = settings.model_copy(update={"precision": "autocast" if fast else "float32"})
     if settings.tasks:  # checked before the refit, which takes minutes
-        check_tasks(settings)
+        check_tasks(resolved(plan, settings))
         if not isinstance(model, str | Path) and tokenizer is None:
             raise FulldepthError("Tasks of a loaded model need its tokenizer; give it, too.")
     work = target.with_name(f"{target.name}-work")

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import write_text
 from fulldepth.core.number_format import plus_minus
-from fulldepth.data.examples import units
+from fulldepth.data.examples import is_seeded_fifth, units
 from fulldepth.data.packing import write_tokens
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS
@@ -42,7 +42,7 @@ from fulldepth.results import (
     stacked,
     tabulate,
 )
-from fulldepth.settings.heal import HealSettings
+from fulldepth.settings.heal import OF_SEARCH, HealSettings
 from fulldepth.settings.loading import SPREADING
 from fulldepth.skip.exports.export import NOTES, card_of, export, read_notes
 from fulldepth.skip.exports.fold import fold
@@ -182,7 +182,8 @@ def finish_gguf(
     stored = {**read_notes(target)["plan"], "data": plan.data}
     if stored != plan.document():
         return None
-    stated = settings.model_dump(include=settings.model_fields_set - FILE_ONLY)
+    given_settings = settings.model_dump(include=settings.model_fields_set - FILE_ONLY)
+    stated = {name: value for name, value in given_settings.items() if value is not None or name not in OF_SEARCH}
     document = Results.load(target).meta
     healed_with = document["settings"]
     if changed := differences({name: healed_with.get(name) for name in stated}, stated):
@@ -192,7 +193,7 @@ def finish_gguf(
         )
     if changed := differences(document.get("given", given), given):
         raise FulldepthError(f"{target} was healed with other data: {changed}. Choose another output.")
-    dtype = plan.dtype if settings.dtype == "auto" else settings.dtype
+    dtype = plan.dtype if settings.dtype is None else settings.dtype
     opened = open_checkpoint(model, settings, dtype=dtype, plain=True)
     healed = copy.deepcopy(opened.model)
     fold(healed, plan)
@@ -244,8 +245,7 @@ def text_of(healing: Healing) -> str:
     kept apart; how many rows the sources have says nothing of these.
     """
     meta = healing.examples.meta
-    heldout = str((meta.get("heldout") or {}).get("name") or "")
-    name = str(meta.get("name") or "the data") if heldout.startswith("a seeded fifth of ") or not heldout else heldout
+    name = str(meta.get("name") or "the data") if is_seeded_fifth(meta) else str(meta["heldout"]["name"])
     return re.sub(r" \([\d,]+ rows\)", "", name)
 
 

@@ -52,9 +52,9 @@ from fulldepth.hf.modes import hooked, state_in
 from fulldepth.hf.scalars import ROLES
 from fulldepth.hf.surgery import obstacle_to_removing
 from fulldepth.settings import layer as layered
-from fulldepth.settings.heal import HealSettings
+from fulldepth.settings.heal import OF_SEARCH, HealSettings, ResolvedHealSettings
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.settings.search import PLACES, ExportSettings, HeldoutSettings
+from fulldepth.settings.search import ExportSettings
 from fulldepth.skip.exports.export import rehearse
 from fulldepth.skip.exports.fold import check_foldable, fold, probes
 from fulldepth.skip.exports.formats import FORMATS, check_format, format_for, known_format
@@ -96,7 +96,7 @@ class Healing:
     """Removed branches add zeros; scalars are in the weights, which are refitted."""
     plan: Plan
     """Of `model`, for `export`."""
-    settings: HealSettings
+    settings: ResolvedHealSettings
     examples: Examples
     """`heldout`: rows that neither choice nor healing has seen; `train`: all others."""
     fitting: list[Example]
@@ -121,7 +121,7 @@ def refit(
     heldout: Any = None,
     output: str | Path | None = None,
     folder: Path | None = None,
-    first: Callable[[PreTrainedModel, HealSettings], None] | None = None,
+    first: Callable[[PreTrainedModel, ResolvedHealSettings], None] | None = None,
 ) -> Healing:
     """Heal the model of a plan by least squares on its own weights; see the docstring of this module.
 
@@ -147,9 +147,7 @@ def refit(
             model, or the data cannot be split.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    reading = HeldoutSettings.model_fields.keys() - PLACES
-    stored = {name: value for name, value in plan.cost.get("settings", {}).items() if name in reading}
-    settings = layered(HealSettings, stored, settings.model_dump(mode="json", exclude_unset=True))
+    settings = resolved(plan, settings)
     tokenizer = tokenizer_of(plan, settings, tokenizer)
     with Subject.open(model, None, settings, needs={"language", "plain"}, tokenizer=tokenizer) as subject:
         original = subject.model
@@ -178,6 +176,13 @@ def refit(
             readings,
         )
         return with_model(healing, "refitted", healed, watcher)
+
+
+def resolved(plan: Plan, settings: HealSettings) -> ResolvedHealSettings:
+    """The settings of a healing, with those of the plan's search where they are not given."""
+    stored = {name: value for name, value in plan.cost.get("settings", {}).items() if name in OF_SEARCH}
+    given = settings.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    return layered(ResolvedHealSettings, stored, given)
 
 
 def tokenizer_of(plan: Plan, settings: HealSettings, tokenizer: Any = None) -> Any:

@@ -19,7 +19,7 @@ from fulldepth.core.uncertainty import score_reach
 from fulldepth.evaluation import EvaluateSettings, OtherResultsError, evaluate, load_tasks
 from fulldepth.hf import load_tokenizer
 from fulldepth.results import DOCUMENT, Finding, Results, difference_errors, paired_rows
-from fulldepth.settings.heal import HealSettings
+from fulldepth.settings.heal import ResolvedHealSettings
 
 MEASURE = "task_score"
 ORIGINAL = "original"
@@ -73,7 +73,7 @@ class TaskReading(NamedTuple):
         return Finding(self.difference, "1", self.sentence, standard_error=self.error)
 
 
-def evaluation_of(settings: HealSettings) -> EvaluateSettings:
+def evaluation_of(settings: ResolvedHealSettings) -> EvaluateSettings:
     """The settings of the evaluation that a healing asks for: the whole model alone."""
     return EvaluateSettings(
         tasks=settings.tasks,
@@ -84,7 +84,7 @@ def evaluation_of(settings: HealSettings) -> EvaluateSettings:
     )
 
 
-def check_tasks(settings: HealSettings) -> None:
+def check_tasks(settings: ResolvedHealSettings) -> None:
     """Load the tasks, to refuse those that are unknown or whose files are missing before the work.
 
     Raises:
@@ -116,7 +116,7 @@ class TaskComparison:
     scores: dict[str, Results] = field(default_factory=dict)
     """`original`, `control`, and `trained` or `refitted` -> its evaluation."""
 
-    def read(self, name: str, model: Any, settings: HealSettings) -> None:
+    def read(self, name: str, model: Any, settings: ResolvedHealSettings) -> None:
         """Score a model, in memory: removed branches add zeros there.
 
         Raises:
