@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import fulldepth
 from fulldepth.cli.demo import demo
 from fulldepth.exit import generate_texts, sweep
@@ -50,6 +52,50 @@ def test_a_folder_that_another_process_holds_is_refused_before_any_work(tmp_path
     for call in VERBS.values():  # free again
         with refused("nowhere"):
             call(tmp_path)
+
+
+def of_kind(kind):
+    results = small(2.0)
+    results.meta["kind"] = kind
+    return results
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("kind", "other", "beside"), [("comparison", "measure", None), ("skip", "curve", "plan.json")])
+def test_results_of_another_kind_are_replaced_only_if_asked(tmp_path, kind, other, beside):
+    if beside is not None:
+        (tmp_path / beside).touch()
+    of_kind(kind).save(tmp_path)
+    before = contents(tmp_path)
+    with refused(f"holds results of kind {kind}, these are of kind {other}. .*overwrite=True"):
+        of_kind(other).save(tmp_path)
+    assert contents(tmp_path) == before
+    of_kind(kind).save(tmp_path)
+    assert contents(tmp_path) == before, "the same kind again"
+    of_kind(other).save(tmp_path, overwrite=True)
+    assert Results.load(tmp_path).meta["kind"] == other
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "message"),
+    [
+        ("skip", "plan.json", "holds a plan of fulldepth skip"),
+        ("curve", "progress.json", "holds an unfinished search"),
+        ("training", "settings.yaml", "holds a training run"),
+    ],
+)
+def test_results_are_never_saved_beside_a_run_or_plan_of_others(tmp_path, kind, file, message):
+    (tmp_path / file).touch()
+    for _ in range(2):  # its own results, once they are there too
+        before = contents(tmp_path)
+        for overwrite in (False, True):
+            with refused(message):
+                of_kind("bench").save(tmp_path, overwrite=overwrite)
+        assert contents(tmp_path) == before
+        of_kind(kind).save(tmp_path, page=False)
 
 
 def test_results_of_others_are_refused_before_any_work(tmp_path):

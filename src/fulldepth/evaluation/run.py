@@ -124,7 +124,7 @@ def evaluate(
             results = _scored(evaluated, loaded, quality, settings, exit_layers, folder, watcher)
             results.meta["fingerprint"] = fingerprint
             if folder is not None:
-                results.save(folder, watcher=watcher)
+                results.save(folder, overwrite=overwrite, watcher=watcher)
         if folder is not None:
             shutil.rmtree(folder / ANSWERS, ignore_errors=True)
         return results

@@ -102,7 +102,7 @@ def generate_texts(
         texts = generation.texts or []
         results = _results(subject, prompts, texts, generation.stats, settings)
         if output is not None:
-            results.save(output)
+            results.save(output, overwrite=overwrite)
     return Written(prompts, texts, generation, results)
 
 

@@ -165,7 +165,7 @@ def sweep(
         content["timings"] = {"load": loaded - start, "forward": read_at - loaded, "total": perf_counter() - start}
         results = Results(tabulate(_table(readings)), finite(content))
         if output is not None:
-            results.save(output, watcher=watcher)
+            results.save(output, overwrite=overwrite, watcher=watcher)
     return results
 
 

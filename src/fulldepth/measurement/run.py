@@ -137,7 +137,7 @@ def measure(
             results = measure_model(model, data, settings, process, watcher, tokenizer=tokenizer)
             results.meta["data"] |= _place(data)
         if output is not None and launch.is_main():
-            results.save(output, watcher=watcher)
+            results.save(output, overwrite=overwrite, watcher=watcher)
     return results
 
 
@@ -245,7 +245,7 @@ def _lens_of_steps(
         steps_only = [steps_of(sample, new[sample["title"]]) for sample in grid["samples"]]
         results.meta["lens_grid"] = {**grid, "samples": steps_only}
         if output is not None and launch.is_main():
-            results.save(output, watcher=watcher)
+            results.save(output, overwrite=overwrite, watcher=watcher)
     return results
 
 
@@ -314,7 +314,7 @@ def measure_into(
         results.meta["fingerprint"] = print_of_run
         results.meta["data"] |= _place(data)
         if process.is_main:
-            results.save(folder, watcher=watcher)
+            results.save(folder, overwrite=overwrite, watcher=watcher)
         process.wait()
         return results
 

@@ -222,7 +222,7 @@ def measure_series(
             part = measured(point.place, watcher)
             part.meta["fingerprint"] = point.fingerprint
             if process.is_main:
-                part.save(folder / STEPS / point.name, page=False)
+                part.save(folder / STEPS / point.name, page=False, overwrite=overwrite)
         else:
             watcher.say(f"{title} is measured already")
         parts.append((point, part))

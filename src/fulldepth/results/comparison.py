@@ -106,7 +106,7 @@ def compare(
             results = list(results.values())
         compared = _compared(results, settings) if against is None else _of_groups(results, against, settings)
         if output is not None and launch.is_main():
-            compared.save(output)
+            compared.save(output, overwrite=overwrite)
     return compared
 
 

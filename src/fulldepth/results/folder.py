@@ -7,7 +7,7 @@ import sys
 import tempfile
 import webbrowser
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -18,7 +18,7 @@ import pandas as pd
 from fulldepth import reporting
 from fulldepth.core import launch
 from fulldepth.core.errors import FulldepthError, one_line
-from fulldepth.core.files import atomic, locked, remove_leftovers, sha256_of, sha256_of_file, write_text
+from fulldepth.core.files import atomic, locked, read_json, remove_leftovers, sha256_of, sha256_of_file, write_text
 from fulldepth.core.progress import Watcher
 from fulldepth.reporting.kinds import EXIT, KINDS, TOGETHER, Kind
 from fulldepth.results import document, influences, table
@@ -40,6 +40,8 @@ HELD = {
     "progress.json": "an unfinished search of fulldepth skip",
 }
 """File -> contents of a folder with this file, into which other commands must not write results."""
+OWN = {"settings.yaml": {"training"}, "plan.json": {"skip", "curve"}, "progress.json": {"skip", "curve"}}
+"""The same files -> kinds of the results that belong beside them."""
 
 
 class TableMismatchError(FulldepthError):
@@ -174,7 +176,9 @@ class Results:
         columns = ["text", "position", "token", "layer", "rank", "top_token", "probability"]
         return pd.DataFrame(rows, columns=columns)
 
-    def save(self, directory: str | Path, *, page: bool = True, watcher: Watcher | None = None) -> Path:
+    def save(
+        self, directory: str | Path, *, page: bool = True, overwrite: bool = False, watcher: Watcher | None = None
+    ) -> Path:
         """Write `results.json`, `results.parquet` and `report.html` into `directory` (created if absent), atomically.
 
         Influences are written to `groups.parquet`. The folder is locked meanwhile. An earlier page is removed first, so
@@ -182,7 +186,8 @@ class Results:
         both tables, so that `load` refuses a folder whose writing was interrupted.
 
         Args:
-            directory: the result folder; results there are replaced (see `claimed`).
+            directory: the result folder; results of the same kind there are replaced.
+            overwrite: replace results of another kind, too.
             page: write the page; False for part of a folder that the caller has locked: the folder is then not locked.
             watcher: receives progress, file by file.
 
@@ -190,7 +195,8 @@ class Results:
             The folder.
 
         Raises:
-            FulldepthError: if the folder cannot be written, or another process is writing there.
+            FulldepthError: if the folder holds results of another kind or belongs to a training run or a plan, cannot
+                be written, or another process is writing there.
         """
         folder = Path(directory)
         watcher = watcher or Watcher()
@@ -203,6 +209,7 @@ class Results:
             contents = {DOCUMENT: text.encode(), **{STORED[name]: content for name, content in files.items()}}
             watcher.begin(f"Writing results{' and page' * page}", len(contents) + page)
             with locked(folder) if page else nullcontext():
+                check_replaceable(folder, self.meta.get("kind"), overwrite)
                 folder.mkdir(parents=True, exist_ok=True)
                 remove_leftovers(folder)
                 (folder / PAGE).unlink(missing_ok=True)
@@ -278,6 +285,26 @@ def check_free(folder: str | Path, overwrite: bool = False) -> None:
         raise FulldepthError(
             f"{folder} already holds results. Choose another output, or replace them with overwrite=True (--overwrite)."
             f"{page}"
+        )
+
+
+def check_replaceable(folder: Path, kind: str | None, overwrite: bool = False) -> None:
+    """Check that results of a kind may be saved into a folder: it holds no results or those of the same kind, and no
+    training run or plan that they do not belong to.
+
+    Raises:
+        FulldepthError: if it belongs to another command, or holds other results and `overwrite` is not set.
+    """
+    if not any(kind in kinds and (folder / name).exists() for name, kinds in OWN.items()):
+        check_free(folder, overwrite=True)
+    stored: Any = None
+    with suppress(FulldepthError):  # absent or unreadable results are written anew
+        stored = read_json(folder / DOCUMENT, most=document.MOST_BYTES)
+    stored_kind = stored.get("kind") if isinstance(stored, dict) else kind
+    if stored_kind != kind and not overwrite:
+        raise FulldepthError(
+            f"{folder} holds results of kind {one_line(stored_kind, 30)}, these are of kind {one_line(kind, 30)}. "
+            "Choose another folder, or replace them with overwrite=True."
         )
 
 

@@ -138,7 +138,7 @@ def bench(
             if "times" in results.headline and all(isinstance(name, str | Path) for name in given):
                 again = command_line("skip bench", [original, *exports], places, settings) + " --overwrite"
                 results.meta["next"] = {"why": "again:", "command": again}
-            results.save(output, watcher=watcher)
+            results.save(output, overwrite=overwrite, watcher=watcher)
     return results
 
 
