@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -19,11 +20,6 @@ from fulldepth.skip import search
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LENGTH = 17
-POST_NORM = ["bart", "blenderbot-small", "git", "marian", "mvp", "openai-gpt", "plbart", "trocr"]
-ADDS_THE_STREAM = ["bloom", "mpt"]
-NOT_CAUSAL_BY_NAME = ["bigbird_pegasus"]
-"""Its attention has `is_causal = False`, and a mask that makes it causal."""
-ONLY_LAYERS = (*POST_NORM, *ADDS_THE_STREAM, *NOT_CAUSAL_BY_NAME)
 QUICK = ("bloom", "dots3_note_text", "falcon_h1", "gemma4_text", "git", "gpt_neo", "llama", "mamba", "openai-gpt")
 
 
@@ -57,7 +53,7 @@ def test_a_search_computes_the_stock_model_without_the_part_or_refuses_it(model_
     rows = [Example.of(row.tolist(), 1, LENGTH, document=number) for number, row in enumerate(ids)]
     data = Examples(rows[:6], rows[6:], {"hash": "sha256:" + "1" * 64, "name": "texts", "kind": "text"})
     for granularity in ("layer", "attention", "mlp"):
-        parts = branches == "yes" and model_type not in ONLY_LAYERS
+        parts = branches == "yes" and model_type not in verdicts.ONLY_LAYERS
         expected = verdict == "right" and (granularity == "layer" or parts)
         anatomy = find_anatomy(model) if expected else None
         layer = anatomy.layers_with(granularity)[-1] if expected and granularity != "layer" else 2
@@ -71,3 +67,9 @@ def test_a_search_computes_the_stock_model_without_the_part_or_refuses_it(model_
         stock = [stock_loss(each, ids[6:]) for each in (model, without(model, granularity, layer))]
         assert plan.losses == pytest.approx(stock, abs=3e-6)
         assert abs(stock[0] - stock[1]) > 1e-5
+
+
+def test_the_page_names_the_types_of_which_only_layers_are_removed():
+    """The test above holds each name and each absence of one."""
+    (paragraph,) = re.findall(r"removes whole layers only\..*?\n\n", verdicts.PAGE.read_text(), re.DOTALL)
+    assert re.findall(r"`([\w-]+)`", paragraph) == [*verdicts.ONLY_LAYERS]

@@ -79,6 +79,13 @@ LISTS = {
 }
 CASES = [(task, model_type) for task, names in LISTS.items() for model_type in names]
 
+POST_NORM = ["bart", "blenderbot-small", "git", "marian", "mvp", "openai-gpt", "plbart", "trocr"]
+ADDS_THE_STREAM = ["bloom", "mpt"]
+NOT_CAUSAL_BY_NAME = ["bigbird_pegasus"]
+"""Its attention has `is_causal = False`, and a mask that makes it causal."""
+ONLY_LAYERS = (*POST_NORM, *ADDS_THE_STREAM, *NOT_CAUSAL_BY_NAME)
+"""Language models with known branches of which `fulldepth skip` removes whole layers only."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -233,6 +240,10 @@ def check_lens(model, batch, last, classifier):
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+def _named(model_types):
+    return ", ".join(f"`{name}`" for name in model_types)
+
+
 HEADER = f"""# Model types
 
 Tiny random models of {len(CASES)} classes of transformers {{version}}, built from their configurations. *Right*: every
@@ -246,6 +257,12 @@ tested*: no tiny model can be built; such a model is tried when it is loaded, as
 Attention and MLP are the two modules whose outputs a block adds to its input, whatever their names: a state-space model
 or a convolution in the place of attention counts as attention. Where a block adds anything else (a bias, a third
 module, a scaled stream), they are not known, and layers are measured, and removed by `fulldepth skip`, as wholes.
+
+`fulldepth skip` removes attention and MLP one by one from every language model that is *right* with *branches* `yes`,
+with these exceptions, of which it removes whole layers only. A norm follows the residual sums:
+{_named(POST_NORM)}.
+The modules add the stream to their outputs themselves: {_named(ADDS_THE_STREAM)}. The attention is not marked as
+causal: {_named(NOT_CAUSAL_BY_NAME)}.
 
 BigBird reads texts of more than `(5 + 2 num_random_blocks) block_size` tokens (704) with sparse attention, and no
 longer does so once it has read a shorter one: longer texts are refused, unless its configuration says
