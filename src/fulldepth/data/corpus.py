@@ -62,6 +62,9 @@ def builtin_texts(part: str = "train") -> list[str]:
     Args:
         part: `train` (19 novels, 9.5 MB) or `heldout` (2 novels by other authors, 0.8 MB).
 
+    Returns:
+        One text a novel, in the order of the corpus.
+
     Raises:
         FulldepthError: if there is no such part.
     """

@@ -117,6 +117,9 @@ def read_examples(
         vocab_size: rows of the model's embedding; None = not checked.
         chat: put pairs of texts into the chat template, if there is one; else they are plain text. Chats always are.
 
+    Returns:
+        Examples to train on and examples to score, with the hash and name of the data.
+
     Raises:
         FulldepthError: if there is nothing to read or to hold out, a row lacks prompt or response, pairs are too long
             (the message names them), tokens are not in the vocabulary, or there is no tokenizer.

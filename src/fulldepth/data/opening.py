@@ -417,6 +417,9 @@ def open_documents(
         held_out: without `split`, take the part to validate on, as `open_data` does, in place of the training part.
         articles: rows are lines of articles (WikiText), which are the documents, see `articles_of`.
 
+    Returns:
+        The documents, which are read when they are iterated over.
+
     Raises:
         FulldepthError: if there is nothing to read, or the data are not of the named kind.
     """

@@ -523,6 +523,9 @@ def pack(
         vocab_size: vocabulary size of the model, against which ids are checked; None = not checked.
         watcher: receives messages.
 
+    Returns:
+        The windows of training and of validation, with what identifies their tokens.
+
     Raises:
         FulldepthError: if there is no text, too little for one window of a part, no document held out, or a token
             that the model lacks; if the tokenizer has no end-of-text token, or the cache cannot be written.

@@ -141,6 +141,9 @@ def prepare(source: Source, **options: Any) -> Sequences:
         source: from `open_source`; labels are taken as they are (`number_labels` gives them a model's numbers).
         **options: the fields of `Preparation`: `task`, and a `tokenizer` or a `processor`; all others have defaults.
 
+    Returns:
+        The inputs and targets in their order, with their hash and warnings.
+
     Raises:
         FulldepthError: if task, data and model do not match, or no sequence remains.
     """
@@ -418,7 +421,17 @@ def _translation(given: Sequence[ConversationRecord], plan: Preparation, warning
 
 
 def input_texts(source: Source) -> Source:
-    """The input texts of pairs, for an encoder alone."""
+    """The input texts of pairs, for an encoder alone.
+
+    Args:
+        source: records with a prompt and a response. Pairs with an empty text are left out.
+
+    Returns:
+        A source of the prompts, each with the identity of its pair.
+
+    Raises:
+        FulldepthError: if no pair has two texts.
+    """
     records = [
         TextRecord(text=record.prompt or "", where=record.where, identity=name)
         for record, name in zip(source.of(ConversationRecord), identities(source), strict=True)

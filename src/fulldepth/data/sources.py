@@ -136,6 +136,9 @@ def open_source(
         held_out: False = by default the training split.
         skip_bad: leave out entries of a file in COCO's format that have defects, and count them in `warnings`.
 
+    Returns:
+        The records with their name, kind and warnings.
+
     Raises:
         FulldepthError: if there is nothing to read, or the data are not of the named kind.
     """
@@ -170,7 +173,17 @@ def open_source(
 
 
 def choose(identities: Sequence[int], limit: int, seed: int, order: Order) -> list[int]:
-    """Indices, ascending, of at most `limit` items: a uniform sample by their identities, or the first ones."""
+    """Indices, ascending, of at most `limit` items: a uniform sample by their identities, or the first ones.
+
+    Args:
+        identities: identity of each item.
+        limit: most indices.
+        seed: seed of the sample.
+        order: `random` draws a sample, `first` takes the first items.
+
+    Returns:
+        The indices; all if there are no more than `limit`.
+    """
     return list(range(len(identities))[:limit]) if order == "first" else sample(identities, limit, seed)
 
 
@@ -235,7 +248,14 @@ def _conversation(row: Mapping[str, Any], columns: Columns, where: str) -> Conve
 
 
 def identities(source: Source) -> list[int]:
-    """Identity of each record, of no two the same: of its text, or of the name or place of its image."""
+    """Identity of each record, of no two the same: of its text, or of the name or place of its image.
+
+    Args:
+        source: the records.
+
+    Returns:
+        One number a record, in their order.
+    """
     return [int(number) for number in distinct(content_identities(source))]
 
 

@@ -37,6 +37,14 @@ def encode_texts(tokenizer: Any, *texts: str | list[str], target: bool = False, 
 def decode_ids(tokenizer: Any, ids: Sequence[int], **options: Any) -> str:
     """The text of token ids; `options` are the tokenizer's.
 
+    Args:
+        tokenizer: a tokenizer of transformers.
+        ids: the token ids.
+        **options: options of the tokenizer's `decode`, such as `skip_special_tokens`.
+
+    Returns:
+        The text.
+
     Raises:
         FulldepthError: if the tokenizer fails or returns anything but text; the message names it.
     """

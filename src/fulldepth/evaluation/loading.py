@@ -84,6 +84,12 @@ def units_of(names: list[str]) -> dict[str, int | None]:
 def load_tasks(settings: EvaluateSettings) -> dict[str, Loaded]:
     """Name of each task or group -> its tasks with their data, set as `lm_eval.simple_evaluate` sets them.
 
+    Args:
+        settings: names of tasks and groups, folders of local data, and the number of examples before a question.
+
+    Returns:
+        The tasks with the fingerprint of their content, in the order of the settings.
+
     Raises:
         FulldepthError: if lm-eval is not installed, a name is unknown, a file or folder is missing, a task is not valid
             or its data cannot be read, or arguments of generation are given and no task generates.

@@ -211,6 +211,9 @@ def capture(
         stacked: device on which states are copied into one tensor per site, which the next pass overwrites, as soon as
             the model computes them. None = states are kept where they are.
 
+    Returns:
+        A context manager that gives the `Activations`; every forward pass inside it fills them anew.
+
     Raises:
         FulldepthError: for an unknown site, or a site for which this family has no module.
     """

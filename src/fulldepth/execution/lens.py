@@ -84,6 +84,9 @@ def read_layers(
         targets: `[B, T]` for token heads, `[B]` for sequence heads; -100 = no target.
         attention_mask: `[B, T]`, used by heads that pool.
         advance: called after each layer, for a progress bar.
+
+    Returns:
+        What every layer predicts at the positions that have a target.
     """
     device = classifier.device or states.device
     targets = targets.to(device)

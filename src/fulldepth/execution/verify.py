@@ -114,6 +114,9 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
         optional: parts that may fail, out of `branches` and `head`: a verified stream without them is accepted if no
             candidate has them, and `unproven` gives the reason.
 
+    Returns:
+        The proven anatomy and classifier, and the reason for each optional part that is missing.
+
     Raises:
         FulldepthError: if the model fails or gives NaN, no candidate passes the tests, with the reasons, or exit heads
             do not fit it.
@@ -158,6 +161,9 @@ def find_anatomy(model: PreTrainedModel, tower: str | None = None) -> Anatomy:
     Args:
         model: possibly inside a wrapper.
         tower: as for `anatomy_candidates`.
+
+    Returns:
+        The model and the paths of its parts.
 
     Raises:
         FulldepthError: if a family that is not in the table cannot be verified, or a tower has to be chosen.

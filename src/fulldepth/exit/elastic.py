@@ -102,6 +102,9 @@ def export_layers(
         data: for `effective_depth`; as for `sweep`.
         tokenizer: tokenizer to save, or its folder or Hub name; None = the checkpoint's.
 
+    Returns:
+        Path, size and parameters of the checkpoint, and the largest difference of its logits.
+
     Raises:
         FulldepthError: if `output` exists, E is out of range, the model cannot be cut (`hf.truncated`), or the
             checkpoint computes other logits when it is loaded again.

@@ -65,6 +65,9 @@ def generate_texts(
         output: result folder, which also gets the page; None = nothing is written.
         overwrite: replace results in the output folder.
 
+    Returns:
+        Prompts and new texts, the token ids with their statistics, and the results.
+
     Raises:
         FulldepthError: for an empty prompt, a prompt that exceeds the model's positions, a model that is no decoder or
             cannot be run layer by layer, layers out of range, and a folder that holds other results.
@@ -145,6 +148,9 @@ def generate(
             `temperature` (above 0; 1), `top_p` (0 to 1; 1), `top_k` (0 = all) and `seed` (None = torch's global random
             numbers);
             `eos_token_id` (a token or several) and `pad_token_id` (None = the model's).
+
+    Returns:
+        The token ids with prompts, the statistics of layers and drafts, and, where prompts are texts, the new texts.
 
     Raises:
         FulldepthError: for models that cannot be decoded layer by layer, settings of the generation configuration that

@@ -167,6 +167,9 @@ def load_checkpoint(
         config: configuration for `model_class`; None = the checkpoint's.
         may_lack: (model, weight's name) -> True if it may be missing or have another shape; None = no weight may.
 
+    Returns:
+        The model with its name and revision, warnings, and the names of weights that the checkpoint lacks.
+
     Raises:
         FulldepthError: if the checkpoint has no safetensors weights, is broken, or lacks weights that the model needs,
             or this processor cannot compute in its precision.

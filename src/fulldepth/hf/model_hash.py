@@ -33,6 +33,9 @@ def model_hash(model: nn.Module) -> str:
     Args:
         model: a loaded model; while blocks are skipped in place its names differ.
 
+    Returns:
+        The hash, in hexadecimal digits.
+
     Raises:
         FulldepthError: if weights are on no device (`meta`) and offloaded nowhere.
     """

@@ -239,6 +239,15 @@ def skipping(
 
     The model is restored on leaving.
 
+    Args:
+        anatomy: the model; its design must have been checked (`execution.find_anatomy`).
+        removed: 1-based layers, or blocks for the granularity `any`.
+        granularity: the part that a skipped layer does not compute: `attention`, `mlp` or `layer`; `any` = blocks.
+        scalars: factors of the remaining branches and of the stream; None = none.
+
+    Returns:
+        A context manager that gives the `Switches`, in which blocks can be skipped and restored.
+
     Raises:
         FulldepthError: as `Switches`.
     """

@@ -100,6 +100,9 @@ def jump_weights(num_layers: int, alpha: float = 1.0) -> Tensor:
         num_layers: L, at least 1.
         alpha: at least 0; `inf` gives the last layer weight 1.
 
+    Returns:
+        The weights, which sum to 1.
+
     Raises:
         FulldepthError: if `num_layers` is below 1, or `alpha` is negative or NaN.
     """

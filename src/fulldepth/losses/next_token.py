@@ -102,7 +102,11 @@ def has_next_token_loss(model: PreTrainedModel, length: int = 16) -> bool:
 
 
 def use_next_token_loss(model: PreTrainedModel) -> None:
-    """Give a decoder transformers' `ForCausalLMLoss` of its logits in place of its class's own loss."""
+    """Give a decoder transformers' `ForCausalLMLoss` of its logits in place of its class's own loss.
+
+    Args:
+        model: a decoder with logits, possibly inside a wrapper; it is changed in place.
+    """
     given: list[Tensor | None] = [None]
 
     def take_labels(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -83,7 +83,14 @@ def make_term(name: str, setting: float | Mapping[str, Any]) -> Term:
 
 
 def per_batch_terms(names: Iterable[str]) -> list[str]:
-    """Return the names of terms that are functions of a whole batch (`Term.per_batch`)."""
+    """Return the names of terms that are functions of a whole batch (`Term.per_batch`).
+
+    Args:
+        names: names of terms, keys of `TERMS`.
+
+    Returns:
+        Those of a whole batch, in the same order.
+    """
     return [name for name in names if TERMS[name].per_batch]
 
 

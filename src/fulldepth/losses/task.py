@@ -232,7 +232,11 @@ def detection_loss(
 
 
 def use_detection_loss(model: Any) -> None:
-    """Give a detector `detection_loss` as its `loss_function`."""
+    """Give a detector `detection_loss` as its `loss_function`.
+
+    Args:
+        model: a detector, possibly inside a wrapper; it is changed in place.
+    """
     unwrapped(model).loss_function = detection_loss
 
 

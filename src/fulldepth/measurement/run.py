@@ -277,6 +277,9 @@ def measure_into(
         series: False = if a folder holds checkpoints and a model, measure the model alone.
         watcher: receives messages and progress.
 
+    Returns:
+        The results in the folder.
+
     Raises:
         FulldepthError: if the folder holds results of another run, belongs to another command, is held by another
             process, cannot be written, or the measurement fails.

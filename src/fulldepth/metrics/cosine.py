@@ -196,6 +196,10 @@ def cross_similarity(image: Tensor, text: Tensor, same: Tensor | None = None) ->
         text: projected text features of layers 0..M, `[M+1, N, P]`; row n belongs to image n.
         same: index of each row's text, `[N]`, equal for equal texts; None = all are different.
 
+    Returns:
+        The means of matching and of other pairs, and the retrieval in both directions, `[L+1, M+1]` each in float64,
+        with the numbers of pairs.
+
     Raises:
         ValueError: if the shapes do not match.
 

@@ -79,6 +79,10 @@ def ridge_of(products: Tensor, strength: float) -> Tensor:
 def linear_map(moments: Moments, strength: float) -> tuple[Tensor, Tensor, float]:
     """The map from a layer's states to the last layer's, by ridge regression with an intercept.
 
+    Args:
+        moments: sums over pairs of a layer's state x and the last layer's state y.
+        strength: the ridge as a multiple of the mean eigenvalue of the products of x.
+
     Returns:
         Weight `[D, D]` and offset `[D]`, float64, such that `x @ weight + offset` is the prediction; and the ridge.
     """

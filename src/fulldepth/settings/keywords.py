@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import wraps
@@ -10,17 +12,23 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from pydantic.fields import FieldInfo
+
 from fulldepth.core import bars
 from fulldepth.settings.layers import Settings, layer, nested, read
 
 Result = TypeVar("Result")
 PROGRESS = inspect.Parameter("progress", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
+PROGRESS_HELP = (
+    "whether a bar shows the progress: None = in a terminal, and as lines in a notebook; True = also as lines in a log "
+    "file; False = nowhere."
+)
 
 
 def with_progress(function: Callable[..., Result]) -> Callable[..., Result]:
     """Give a function with a parameter `watcher` the keyword `progress`, which shows a bar where no watcher is given.
 
-    None = a bar in a terminal, lines in a notebook; True = also lines in a log file; False = none.
+    Signature and docstring name `progress` in place of `watcher`.
     """
 
     @wraps(function)
@@ -32,6 +40,7 @@ def with_progress(function: Callable[..., Result]) -> Callable[..., Result]:
     signature = inspect.signature(function)
     listed = [parameter for name, parameter in signature.parameters.items() if name != "watcher"]
     call.__signature__ = signature.replace(parameters=[*listed, PROGRESS])  # type: ignore[attr-defined]
+    call.__doc__ = _with_entries(function, "watcher", {"progress": PROGRESS_HELP})
     return call
 
 
@@ -42,11 +51,11 @@ def takes_settings(
 
     The function has a keyword `settings`, and receives an instance of `kind` there. Its callers give the fields of
     `kind` by name (a dot in a name opens a mapping, as on the command line), or an instance, or both; settings are
-    layered as defaults < recipe < instance < keywords, and checked once. The signature and the docstring list them.
-    The function itself has no parameter for a setting, with one exception: a parameter `tokenizer` receives a tokenizer
-    object, while a folder or name is the setting. A function with a parameter `watcher` also gets `progress`, see
-    `with_progress`. Where a parameter `resume` is true, settings without effect are left out with a message instead of
-    refused.
+    layered as defaults < recipe < instance < keywords, and checked once. The signature lists them, and so does the
+    docstring, in place of its entry `settings`. The function itself has no parameter for a setting, with one exception:
+    a parameter `tokenizer` receives a tokenizer object, while a folder or name is the setting. A function with a
+    parameter `watcher` also gets `progress`, see `with_progress`. Where a parameter `resume` is true, settings without
+    effect are left out with a message instead of refused.
 
     Args:
         kind: the settings class.
@@ -96,11 +105,28 @@ def takes_settings(
             return function(settings=checked, **arguments)
 
         call.__signature__ = public  # type: ignore[attr-defined]
-        entries = [f"    {name}: {' '.join((f.description or '').split())}" for name, f in kind.model_fields.items()]
-        call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Settings:", *entries])
+        described = {name: _described(field) for name, field in kind.model_fields.items()}
+        described = {name: text for name, text in described.items() if name not in signature.parameters}
+        call.__doc__ = _with_entries(function, "settings", described)
         return with_progress(call) if "watcher" in signature.parameters else call
 
     return add
+
+
+def _with_entries(function: Callable[..., Any], replaced: str, entries: Mapping[str, str]) -> str:
+    """The docstring of a function, with the entry of one parameter replaced by those of others (name -> text)."""
+    texts = [f"{name}: {' '.join(text.split())}" for name, text in entries.items()]
+    layout: dict[str, Any] = {"initial_indent": " " * 4, "subsequent_indent": " " * 8, "break_on_hyphens": False}
+    listed = "\n".join(textwrap.fill(text, 120, break_long_words=False, **layout) for text in texts)
+    entry = re.compile(rf"^ {{4}}{replaced}:.*(?:\n {{8}}.*)*", re.MULTILINE)
+    return entry.sub(lambda _: listed, inspect.cleandoc(function.__doc__ or ""))
+
+
+def _described(field: FieldInfo) -> str:
+    """The description of a setting; of a mapping of settings, its keys."""
+    inner: Any = field.annotation
+    is_mapping = isinstance(inner, type) and issubclass(inner, Settings)
+    return f"mapping with the keys {', '.join(inner.model_fields)}." if is_mapping else field.description or ""
 
 
 def _stated(settings: Settings | Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -187,6 +187,9 @@ def layer(
             that a program wrote.
         left_out: settings without effect are left out, and receives a sentence on each; None = they are refused.
 
+    Returns:
+        An instance of the settings class.
+
     Raises:
         FulldepthError: one line for each unknown key, missing value and wrong type.
     """
@@ -231,6 +234,9 @@ def read(recipe: str | Path, verb: str) -> dict[str, Any]:
         recipe: path of a file, or a name such as `quick` (see `names`).
         verb: the command whose recipes are looked up by name.
 
+    Returns:
+        The settings that the recipe states, without defaults.
+
     Raises:
         FulldepthError: if there is no such file or name, the file is not a small YAML mapping without aliases and tags,
             or it allows code of a checkpoint to run.
@@ -271,7 +277,14 @@ def _allows_code(value: Any) -> bool:
 
 
 def names(verb: str) -> list[str]:
-    """Names of a command's recipes in the package, sorted."""
+    """Names of a command's recipes in the package, sorted.
+
+    Args:
+        verb: the command, such as `measure`.
+
+    Returns:
+        The names without their ending.
+    """
     return sorted(path.stem for path in (RECIPES / verb).glob("*.yaml"))
 
 
@@ -280,6 +293,12 @@ def assignments(arguments: Iterable[str]) -> dict[str, Any]:
 
     `["seed=1", "a.b=[x, y]"]` gives `{"seed": 1, "a": {"b": ["x", "y"]}}`. A value in which YAML sees a comment
     is text.
+
+    Args:
+        arguments: texts of the form `key=value`; a later one overrides an earlier one.
+
+    Returns:
+        The settings, in mappings for keys with dots.
 
     Raises:
         FulldepthError: if an argument is not `key=value`.
@@ -307,6 +326,12 @@ def assigned(settings: Mapping[str, Any]) -> str:
     """Settings as options of the command line, each after a space: ` --set seed=1 --set 'contexts=[8,16]'`.
 
     `assignments` reads them back: a value that is not read as itself, such as the text `1e-3`, is quoted.
+
+    Args:
+        settings: name of each setting -> its value; a dot in a name opens a mapping.
+
+    Returns:
+        The options; an empty text without settings.
     """
     options = []
     for key, value in settings.items():
@@ -323,7 +348,17 @@ def assigned(settings: Mapping[str, Any]) -> str:
 
 
 def command_line(verb: str, arguments: Iterable[Any], options: Mapping[str, Any], settings: Settings) -> str:
-    """The command that calls a verb with these arguments, its options that are set, and what differs from defaults."""
+    """The command that calls a verb with these arguments, its options that are set, and what differs from defaults.
+
+    Args:
+        verb: the command, such as `skip bench`.
+        arguments: its arguments, in order.
+        options: name of each option without the dashes -> its value; None = the option is left out.
+        settings: the settings; those that equal their defaults are left out.
+
+    Returns:
+        A line for a shell, with quotes where they are needed.
+    """
     named = [text for key, value in options.items() if value is not None for text in (f"--{key}", str(value))]
     changed = settings.model_dump(mode="json", exclude_defaults=True)
     return f"fulldepth {verb} {join([*map(str, arguments), *named])}{assigned(changed)}"
@@ -362,6 +397,9 @@ def merge(
         below: earlier values.
         above: later values.
         model: the settings class, which drops earlier values that a later one makes outdated.
+
+    Returns:
+        A new mapping; the given ones do not change.
     """
     merged = dict(model.without_outdated(below, above) if model and issubclass(model, Settings) else below)
     for key, value in above.items():

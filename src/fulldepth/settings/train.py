@@ -278,14 +278,18 @@ class TrainSettings(Settings):
     """matrices: all but norms, biases, embeddings, static routers and static parts of Hyper-Connections; all: every
     parameter (Meta Lingua); routers: dynamic and kv routers only (LIME App. A, literally)."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean of the gradients, as in AdamW of torch."""
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the mean of the squared gradients."""
     adam_epsilon: Rate = 1e-8
+    """Added to the root of that mean."""
     clip: Amount = 1.0
     """Largest gradient norm; 0 = no clipping, also set by frozen-features, whose heads a common norm would couple."""
 
     precision: Precision = "float32"
     """float32; autocast: bfloat16 products, float32 weights; bfloat16: everything. Losses are float32 in all three."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Implementation of attention, by its name in transformers."""
     gradient_checkpointing: bool = False
     """Recompute blocks in the backward pass: less memory, a third more time."""
     compile: bool = False

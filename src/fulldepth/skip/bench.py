@@ -1,27 +1,4 @@
-r"""`bench`: time, memory and cache of exports compared with the original model.
-
-transformers runs all models but exports to GGUF files, which llama.cpp runs. Ratios of times are made within a program:
-of a GGUF file, the original is the original's own GGUF file under llama.cpp, or the first GGUF file if it has none.
-
-All models are in memory at once. After a warm-up they run in rounds, each once a round, in an order that changes from
-round to round, so that other load on the machine affects all of them. The time of an export over the original's is
-
-.. math:: r = \operatorname{median}_i\, t_{i,\text{export}} / t_{i,\text{original}}
-
-over the rounds i, with a 95 % interval from the order statistics (`uncertainty.median_ratio`; none for fewer than 9
-rounds). An interval that holds 1 is no measurable difference. Over the whole grid, t is the geometric mean over its
-cells; llama.cpp runs those of one sequence. If other programs used more than 10 % of the processor, times are not
-compared.
-
-Rows, by `model`, `batch` and `context`: `prefill_time`, `decode_time` (of one token; median, s), `time_ratio` (sites
-`prefill` and `decode`; median, low, high; without batch and context: over the grid), `other_load` (share of the
-processor that other programs used), `peak_memory` (weights and all other live tensors; not of llama.cpp),
-`parameter_bytes`, `kv_bytes_per_token` (of the cache after the last token), and with data `loss` (`mean`: nats per
-token on the same held-out sequences for every model, `count` tokens; `difference_stderr`: standard error of the
-difference to the original over `count` documents). The loss of a model is the mean of `-log q(token)` over all labelled
-tokens. Differences are paired, on the same tokens; the cluster of their standard error is the document
-(`uncertainty.ratio_error`).
-"""
+"""`bench`: time, memory and cache of exports compared with the original model."""
 
 from __future__ import annotations
 
@@ -101,9 +78,32 @@ def bench(
     heldout: Any = None,
     tokenizer: Any = None,
 ) -> Results:
-    """Time exports against the original model, over batch sizes and contexts; see the docstring of this module.
+    r"""Time exports against the original model, over batch sizes and contexts.
 
-    With `concurrency` they are timed in servers instead, see `under_load`.
+    transformers runs all models but exports to GGUF files, which llama.cpp runs. Ratios of times are made within a
+    program: of a GGUF file, the original is the original's own GGUF file under llama.cpp, or the first GGUF file if it
+    has none.
+
+    All models are in memory at once. After a warm-up they run in rounds, each once a round, in an order that changes
+    from round to round, so that other load on the machine affects all of them. The time of an export over the
+    original's is
+
+    .. math:: r = \operatorname{median}_i\, t_{i,\text{export}} / t_{i,\text{original}}
+
+    over the rounds i, with a 95 % interval from the order statistics (`uncertainty.median_ratio`; none for fewer than 9
+    rounds). An interval that holds 1 is no measurable difference. Over the whole grid, t is the geometric mean over its
+    cells; llama.cpp runs those of one sequence. If other programs used more than 10 % of the processor, times are not
+    compared.
+
+    With `concurrency` they run in servers with continuous batching instead: GGUF files in llama.cpp's, checkpoint
+    folders in vLLM. In a round each model answers the same prompts for every number of clients c: each of c clients
+    sends `requests` prompts, one after another, and every answer has `max_new_tokens` tokens. Models are compared with
+    the first one of the same program, by
+
+    .. math:: \frac{t_{i,\text{first}}}{t_{i,\text{export}}} \quad\text{and}\quad
+        \frac{m_{i,\text{export}}}{m_{i,\text{first}}}
+
+    with t the seconds of round i and m its median time to a first token.
 
     Args:
         original: the checkpoint (folder, Hub name) or the loaded model; a loaded model is not moved or changed.
@@ -119,6 +119,22 @@ def bench(
         heldout: held-out data, used entirely in place of that fifth. The length of windows and the use of the chat
             template are those of the same search.
         tokenizer: for data: a tokenizer, its folder or Hub name; None = the original's.
+
+    Returns:
+        Rows, by `model`, `batch` and `context`: `prefill_time`, `decode_time` (of one token; median, s), `time_ratio`
+        (sites `prefill` and `decode`; median, low, high; without batch and context: over the grid), `other_load` (share
+        of the processor that other programs used), `peak_memory` (weights and all other live tensors; not of
+        llama.cpp), `parameter_bytes`, `kv_bytes_per_token` (of the cache after the last token), and with data `loss`
+        (`mean`: nats per token on the same held-out sequences for every model, `count` tokens; `difference_stderr`:
+        standard error of the difference to the original over `count` documents). The loss of a model is the mean of
+        `-log q(token)` over all labelled tokens. Differences are paired, on the same tokens; the cluster of their
+        standard error is the document (`uncertainty.ratio_error`).
+
+        With `concurrency`, rows by `model`, `batch` (the number of clients) and `context` (tokens of a prompt):
+        `output_rate` (new tokens of all clients per second, prompts included in the time; median over the rounds),
+        `first_token_time` (from a request to its first token; `median` and `p95` over all requests of all rounds, s),
+        `rate_ratio` and `first_token_ratio` (the ratios above; median, low, high over the rounds) and `other_load`;
+        `parameter_bytes` and `kv_bytes_per_token` of GGUF files.
 
     Raises:
         FulldepthError: if there are no exports, a model cannot be loaded or is no language model, models are on

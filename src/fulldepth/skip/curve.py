@@ -89,6 +89,9 @@ def curve(
         heldout: as for `search`.
         resume: continue an interrupted curve.
 
+    Returns:
+        The plan with all removed blocks, and the results.
+
     Raises:
         FulldepthError: as `search`.
     """

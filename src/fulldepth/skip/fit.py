@@ -103,6 +103,9 @@ def fit_scales(
         **options: fields of `FitOptions`: `learning_rate`, `epochs`, `batch_size`, `micro_batch_size`, `patience`,
             `seed`, `checkpointing`.
 
+    Returns:
+        The scalars with the lowest held-out loss, and the record of their training.
+
     Raises:
         FulldepthError: for an option that is unknown or out of range, data without labels, layers that do not exist,
             or a model that cannot skip.

@@ -61,12 +61,13 @@ def heal(
 ) -> Results:
     """Heal the model of a plan, and write an ordinary checkpoint with the results of healing.
 
+    Weights that stay are refitted by least squares (`fulldepth.skip.refit`). Unless `steps` is 0, the model without the
+    removed parts then learns from its text and from the original's predictions (distillation), in adapters that are
+    merged. The control is the original, trained in the same way on the same tokens. Tasks, if there are any, are scored
+    with the original first, and with the control and the healed model last.
+
     Args:
-        plan: the plan, its file, or its folder. Weights that stay are refitted by least squares; then the model without
-            the removed parts learns from its text and from the original's predictions (distillation), in adapters that
-            are merged.
-            The control is the original, trained in the same way on the same tokens. Tasks, if there are any, are read
-            of the original first, and of the control and the healed model last.
+        plan: the plan, its file, or its folder.
         model: the checkpoint that the plan was made for, or the loaded model, which does not change.
         data: as for `fulldepth.skip.search`, `own` and mixtures included. Own text is stored as `own.jsonl` in the
             output folder.
@@ -79,7 +80,12 @@ def heal(
         heldout: data to measure on; None = rows that did not choose the blocks are kept apart from `data`.
 
     Returns:
-        Held-out losses of the original, the removed and the healed models; see `fulldepth.skip.healed`.
+        Rows with the column `model` (`original`, `removed`, `refitted`, and after training `trained` and `control`), on
+        the same held-out rows for every model: `loss` (`mean`: nats per token; `difference_stderr`: of the difference
+        to the original, over `count` documents), `kl` (`mean`: KL(original || model)) and `greedy_agreement` (`mean`:
+        share of tokens for which both predict the same next token). With tasks, `task_score` (site: the task;
+        statistic: its metric, and `difference_stderr`, of the difference to the original, paired by example) of the
+        original, the healed model and the control.
 
     Raises:
         FulldepthError: as `fulldepth.skip.refit` and `export`; if `output` exists, or peft is needed and not installed.

@@ -1,11 +1,6 @@
 """`save_healed`: a healed model as an ordinary checkpoint, with the results of healing in its folder.
 
-Rows, with the column `model` (`original`, `removed`, `refitted`, and after training `trained` and `control`): `loss`
-(`mean`: nats per token; `difference_stderr`: of the difference to the original, over `count` documents), `kl` (`mean`:
-KL(original || model)) and `greedy_agreement` (`mean`: share of tokens for which both predict the same next token), of
-the same held-out rows for every model. With tasks, `task_score` (site: the task; statistic: its metric, and
-`difference_stderr`, of the difference to the original, paired by example) of the original, the healed model and the
-control.
+The docstring of `fulldepth.skip.heal.heal` describes the rows of the results.
 """
 
 from __future__ import annotations

@@ -1,18 +1,4 @@
-r"""`refit`: heals a model without training, by least squares on the weights of the branches that stay.
-
-From the last branch before the first removed one on, every attention and MLP that stays is refitted, in the order of
-the stream, each in the model as refitted so far. Its last projection `W` reads `A`, so that it adds `A W` to the
-residual stream, which is `S` behind it; in the original the stream is `X` there, or behind the removed branches that
-follow. The weights of ridge regression, shrunk towards `W`,
-
-    W' = argmin sum w |S - A W + A W' - X|^2 + lambda |W' - W|^2 = W + (A' w A + lambda I)^-1 A' w (X - S)
-
-over all tokens of the calibration text replace `W`: the model gets no new weights. `w = 1 / |S|^2`, so that tokens of
-a large stream do not dominate. `lambda` is the multiple of the mean eigenvalue of `A' w A` that leaves the smallest sum
-on rows that were not fitted; where none lowers that of `W`, the branch stays as it is.
-
-Source: ReplaceMe (arXiv 2505.02819), which replaces contiguous layers by `W' = W T` in the one branch before them.
-"""
+"""`refit`: heals a model without training, by least squares on the weights of the branches that stay."""
 
 from __future__ import annotations
 
@@ -123,7 +109,18 @@ def refit(
     folder: Path | None = None,
     first: Callable[[PreTrainedModel, ResolvedHealSettings], None] | None = None,
 ) -> Healing:
-    """Heal the model of a plan by least squares on its own weights; see the docstring of this module.
+    r"""Heal the model of a plan by least squares on its own weights.
+
+    From the last branch before the first removed one on, every attention and MLP that stays is refitted, in the order
+    of the stream, each in the model as refitted so far. Its last projection `W` reads `A`, so that it adds `A W` to the
+    residual stream, which is `S` behind it; in the original the stream is `X` there, or behind the removed branches
+    that follow. The weights of ridge regression, shrunk towards `W`,
+
+        W' = argmin sum w |S - A W + A W' - X|^2 + lambda |W' - W|^2 = W + (A' w A + lambda I)^-1 A' w (X - S)
+
+    over all tokens of the calibration text replace `W`: the model gets no new weights. `w = 1 / |S|^2`, so that tokens
+    of a large stream do not dominate. `lambda` is the multiple of the mean eigenvalue of `A' w A` that leaves the
+    smallest sum on rows that were not fitted; where none lowers that of `W`, the branch stays as it is.
 
     Data are split by rows or documents. The held-out fifth of `search`, which chose the blocks, chooses the ridges; a
     fourth of the others is held out to measure on, and the weights are fitted on the rest. Where the plan states the
@@ -141,10 +138,16 @@ def refit(
         folder: for text that the unmodified model writes itself, if `own` is among the data.
         first: called with the original and the settings after everything is checked, and before the work.
 
+    Returns:
+        The healed model in memory with its plan, the refit of each branch, and the losses of the original, the removed
+        and the refitted model.
+
     Raises:
         FulldepthError: if the plan is for another model, the model's branches cannot be healed (offloaded or quantised
             weights, norms after the sums, layers that read more than the one before), no format can hold the healed
             model, or the data cannot be split.
+
+    Source: ReplaceMe (arXiv 2505.02819), which replaces contiguous layers by `W' = W T` in the one branch before them.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     settings = resolved(plan, settings)

@@ -40,6 +40,7 @@ class Sampling(Settings):
     temperature: Amount = 0.0
     """0 = greedy."""
     seed: Seed = 0
+    """Seed of the noise."""
     max_new_tokens: Length = 256
     """Most tokens of a response; longer ones are cut off."""
     batch_size: Length = 8
@@ -81,6 +82,9 @@ def read_prompts(
         limit: most rows, a uniform sample in the order of the data (of a stream the first ones); None = all.
         seed: of the sample.
         chat: False leaves prompts plain text although there is a template; those of chats are messages.
+
+    Returns:
+        A text, a list of messages, or a mapping with these and `tools` for each row, in the data's order.
 
     Raises:
         FulldepthError: if a row has no prompt, or there are no rows.

@@ -86,6 +86,9 @@ def search(
         max_new_tokens: most tokens of a response.
         resume: continue an interrupted search; the plan is the same as without interruption.
 
+    Returns:
+        The blocks in the order of their removal, with scalars and held-out losses; `export` writes its model.
+
     Raises:
         FulldepthError: if the model, data or options are not valid, or the output folder holds other files.
     """

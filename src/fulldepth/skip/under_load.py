@@ -1,21 +1,6 @@
-r"""`bench_under_load`: exports and their original in servers, with several clients at once.
+"""`bench_under_load`: exports and their original in servers, with several clients at once.
 
-Every model is loaded into a server with continuous batching: GGUF files into llama.cpp's, checkpoint folders into vLLM.
-In a round each model answers the same prompts for every number of clients c: each of c clients sends `requests`
-prompts, one after another, and every answer has `max_new_tokens` tokens. The order of the models changes from round to
-round, as in `bench`. Models are compared with the first one of the same program.
-
-Rows, by `model`, `batch` (the number of clients) and `context` (tokens of a prompt): `output_rate` (new tokens of all
-clients per second, prompts included in the time; median over the rounds), `first_token_time` (from a request to its
-first token; `median` and `p95` over all requests of all rounds, s), `rate_ratio` and `first_token_ratio` (over the
-first model of the program; median over the rounds of
-
-.. math:: \frac{t_{i,\text{first}}}{t_{i,\text{export}}} \quad\text{and}\quad
-    \frac{m_{i,\text{export}}}{m_{i,\text{first}}}
-
-with t the seconds of round i and m its median time to a first token; `low` and `high`: ends of the 95 % interval, see
-`uncertainty.median_ratio`), and `other_load`. If other programs used more than 10 % of the processor, nothing is
-compared. `parameter_bytes` and `kv_bytes_per_token` are those of GGUF files.
+The docstring of `fulldepth.skip.bench` describes the rounds, the rows and the formulas.
 """
 
 from __future__ import annotations

@@ -170,6 +170,12 @@ def tokens_of_an_image(model: PreTrainedModel) -> int:
 def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
     """Return the lines of `fulldepth train --dry-run` for these processes: `(name, value, sentence)`.
 
+    Args:
+        settings: the settings of the run.
+
+    Returns:
+        The lines, in the order in which they are printed.
+
     Raises:
         FulldepthError: if the settings are inconsistent, or their tokenizer or checkpoint does not exist.
     """

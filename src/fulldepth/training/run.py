@@ -61,22 +61,23 @@ def train(
 ) -> Results:
     """Train a model, into a run folder.
 
-    The folder holds `settings.yaml`, `checkpoint-N` (weights, tokenizer, optimiser, everything that resuming needs),
-    `results.parquet` and `results.json` (losses, penalties, displacement, jump rates at every evaluation). Under
-    torchrun every process trains on its share of each batch, and the first one writes.
+    The folder holds `settings.yaml`, `checkpoint-N` (everything that resuming needs), `results.parquet` and
+    `results.json`. Under torchrun every process trains on its share of each batch, and the first one writes.
 
     ```python
     run = fulldepth.train("tiny-jreg", "jreg-run/", steps=300, objective={"jump": {"alpha": 0.3}})
     run.values("validation_loss", "mean")  # step -> nats
-    fulldepth.measure("jreg-run/", "corpus:builtin").show()
     ```
 
     Args:
-        recipe: name of a recipe (`fulldepth train --list`), a YAML file, a mapping of settings, or `TrainSettings`.
+        recipe: name of a recipe, YAML file, mapping, or `TrainSettings`; keywords override it, mappings key by key.
         output: the run folder; made if absent.
-        settings: fields of `TrainSettings` as keywords, which override the recipe; mappings are merged key by key.
+        settings: fields of `TrainSettings` as keywords, or an instance.
         watcher: receives progress and messages.
         resume: resume from the last complete checkpoint; without one, start at the beginning.
+
+    Returns:
+        Losses, penalties, displacement and jump rates at every evaluation, with the column `step`.
 
     Raises:
         FulldepthError: if the folder holds another run, the settings are inconsistent, or the loss is not finite.

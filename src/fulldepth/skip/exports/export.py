@@ -136,14 +136,18 @@ def export(
 
     Args:
         plan: the plan, or its file.
-        model: the checkpoint that the plan was made for, or the model as loaded from it, which does not change.
+        model: the checkpoint that the plan was made for, or the model as loaded from it, which does not change and is
+            not moved.
         format: `folded` (an ordinary checkpoint, skipped blocks zero), `fast` (without the skipped blocks; carries its
-            code), `decilm` (without them, in the layout of vLLM and llama.cpp), `layer` (without whole layers),
+            code), `decilm` (without them, in the layout of vLLM and mlx-lm), `layer` (without whole layers),
             `gguf` (one file for llama.cpp, of a model loaded from one; see `formats.gguf`), or `mergekit` (a recipe
             by which mergekit writes what `layer` holds).
         output: folder to create; for `gguf` and `mergekit` the file.
-        settings: fields of `ExportSettings` as keywords, or an instance. A loaded model is not moved.
+        settings: fields of `ExportSettings` as keywords, or an instance.
         tokenizer: tokenizer to save, or its folder or Hub name; None = the one that the search used.
+
+    Returns:
+        Path, size and parameters of the export, and the largest difference of its logits from the model's.
 
     Raises:
         FulldepthError: if `output` exists or is misnamed, the plan is for another model or of a granularity that the
@@ -437,6 +441,9 @@ def load(
         dtype: `auto` keeps the export's own precision. Rotary frequencies and scalars stay in float32.
         device: where to put the model; the first accelerator unless named. Ignored with `device_map`.
         device_map: `auto`, or a map of modules to devices, for models larger than one device.
+
+    Returns:
+        The model of the export.
 
     Raises:
         FulldepthError: if the folder is no export, or is broken.
