@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from api.test_output_folders import small
@@ -45,3 +47,15 @@ def test_a_comparison_does_not_go_where_another_command_keeps_its_results(main, 
         assert code == 2
         assert "which needs its own results there" in err
     assert list(files(out)) == [name]
+
+
+def test_the_help_says_what_holds(main):
+    """Formats, defaults, and what can be compared."""
+    command_help = {
+        name: " ".join(re.sub("[│╭╮╰╯─]", " ", main(*name.split(), "--help")[1]).split())
+        for name in ("skip apply", "skip search", "compare")
+    }
+    assert "layout of vLLM and mlx-lm" in command_help["skip apply"]
+    assert "[default: yes, unless blocks are ranked" in command_help["skip search"]
+    assert "None: yes" not in command_help["skip search"]
+    assert "fulldepth evaluate" in command_help["compare"]

@@ -37,7 +37,7 @@ def measure_command(
         typer.Option(
             "--series/--no-series",
             help="--no-series: of a folder with checkpoint-N and a final model, measure the final model alone.",
-            rich_help_panel="Samples",
+            rich_help_panel="Data",
         ),
     ] = True,
     overwrite: Annotated[

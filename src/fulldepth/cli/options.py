@@ -45,8 +45,8 @@ Assignments = Annotated[
     typer.Option(
         "--set",
         metavar="<key=value>",
-        help="Any setting by name, also those without an option; the value is YAML. Overrides recipe and option; may "
-        "be given several times.",
+        help="Any setting by name, also those without an option; the value is YAML. Overrides options, and a recipe if "
+        "there is one; may be given several times.",
     ),
 ]
 Changes = Annotated[

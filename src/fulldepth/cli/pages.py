@@ -50,7 +50,8 @@ def compare_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Put measured models or series side by side with their differences (JREG Eq. 7), or compare two groups of training
-    runs, or of measured runs, over seeds (paired t-tests, JREG App. G).
+    runs, or of measured runs, over seeds (paired t-tests, JREG App. G). Results of `fulldepth exit`
+    or `fulldepth evaluate` are compared with each other, too.
 
     Example: `fulldepth compare baseline-out/ jreg-out/ --output comparison/`
 

@@ -128,7 +128,7 @@ def apply_command(
         typer.Option(
             help="folded: an ordinary checkpoint of the same class; loads anywhere, no faster. fast: without the "
             "blocks on disk, in memory and in the cache; carries its code. decilm: the same in the layout of vLLM and "
-            "llama.cpp. layer: without whole layers, for plans of that granularity. gguf: one file for llama.cpp, from "
+            "mlx-lm. layer: without whole layers, for plans of that granularity. gguf: one file for llama.cpp, from "
             "a MODEL that is a GGUF file; --output names it (small.gguf). mergekit: a recipe (small.yaml) by which "
             "mergekit writes what layer holds."
         ),

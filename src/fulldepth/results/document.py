@@ -26,7 +26,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Finding:
-    """One number of the headline, written by every verb and read by pages and comparisons.
+    """One number of the headline, written by every command and read by pages and comparisons.
 
     The types are the schema of an entry of `headline` in `results.json`; they are checked when a document is read.
     """

@@ -83,7 +83,7 @@ class Framed:
 
 @dataclass(repr=False)
 class Results:
-    """Results of a verb: `table` (tidy, one row per statistic) and `meta` (settings, model, data, headline, ...).
+    """Results of a command: `table` (tidy, one row per statistic) and `meta` (settings, model, data, headline, ...).
 
     `influences` states how much each group of clusters contributes to the deviation of a value (see
     `fulldepth.results.influences`); None if the results do not state it.

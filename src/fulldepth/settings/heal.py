@@ -73,8 +73,8 @@ class HealSettings(HeldoutSettings):
     gguf: str | None = None
     """Also write the healed model as this file for llama.cpp (OUT.gguf), if MODEL is a GGUF."""
     gguf_type: GgufType | None = None
-    """Type of changed matrices in that file. None = the source's; four bits take back much of what training brings,
-    q8_0 hardly anything."""
+    """Type of changed matrices in that file. None = the source's. Four bits lose most of what training gained;
+    q8_0 keeps nearly all of it."""
 
 
 class ResolvedHealSettings(HealSettings):

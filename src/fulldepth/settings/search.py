@@ -108,13 +108,14 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
     blocks: Layer | None = None
     """How many blocks to remove; None = until the target, or the number of `given` blocks."""
     target_speedup: Annotated[float, Field(gt=1, le=1000)] | None = None
-    """Remove until the model is this many times as fast, by the time of each part measured here; such as 1.2."""
+    """Remove blocks until the model is predicted to be this many times as fast, such as 1.2. The prediction adds the
+    times of the parts, measured on this machine."""
     target_bytes: Share | None = None
     """Remove until this share of the weights' bytes is left, such as 0.8."""
     target_cache: Share | None = None
     """Remove until this share of the cache of keys and values is left."""
     max_loss: Annotated[float, Field(gt=0, le=1000)] | None = None
-    """Remove what takes most time for its loss until this many nats are added to the held-out loss."""
+    """Remove blocks, the most time saved per nat first, while the held-out loss grows by at most this many nats."""
     decode_share: float = Field(default=1.0, ge=0, le=1)
     """Share of the time that a served model spends decoding; the rest reads prompts. Weighs the parts' times."""
     context: Length = 512
@@ -151,8 +152,8 @@ class SearchSettings(SpreadSettings, HeldoutSettings):
     """Time (90s, 10m, 2h) for the rounds of a greedy search; the losses of the plan on all data and the fits come on
     top. A round that it ends is noted in the plan (`stopped_by_budget`), and its choice is uncertain."""
     losses: bool | None = None
-    """Compute the held-out loss of the model and after each removal. None: yes, unless blocks are ranked by cosine,
-    groups or taylor and no scalars are trained: the ranking alone costs one pass over the data."""
+    """Compute the held-out loss of the model and after each removal. None = yes, unless blocks are ranked by
+    cosine, groups or taylor and no scalars are trained: the ranking alone costs one pass over the data."""
     fit: bool = True
     """Train the healing scalars, and the control "scalars only"."""
     learning_rate: Rate = 3e-3
@@ -287,4 +288,5 @@ class ExportSettings(SpreadSettings):
     gguf_type: GgufType | None = None
     """Type of changed matrices in a GGUF; None = the source's, or q8_0 where that cannot be written."""
     by_list: bool = False
-    """Also write a `layer` export that llama.cpp and mlx-lm misread, as only a list states the kinds of its layers."""
+    """Write the `layer` folder even if llama.cpp and mlx-lm would compute another model from it; transformers and vLLM
+    read it correctly."""
