@@ -1,9 +1,4 @@
-"""Layered settings: defaults < recipe (YAML) < `key=value`. Unknown keys and wrong types are errors, all at once.
-
-PyYAML reads the files, with the stricter rules of `_Loader`. ruamel.yaml would only replace the patterns of numbers and
-the check for repeated keys; aliases, merge keys, dates, non-text keys, `%YAML 1.1`, deep nesting and long numbers would
-still need code here.
-"""
+"""Layered settings: defaults < recipe (YAML) < `key=value`. Unknown keys and wrong types are errors, all at once."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join, quote
@@ -23,6 +18,7 @@ import yaml
 
 from fulldepth.core.errors import FulldepthError, brief, enumerated, one_line, unknown
 from fulldepth.core.files import read_bytes, reading
+from fulldepth.settings.strict_yaml import MOST_DEPTH, as_flow, parse, parse_value
 
 _INSTALLED = Path(__file__).parents[1] / "recipes_data"
 _CHECKOUT = Path(__file__).parents[3] / "recipes"
@@ -33,10 +29,6 @@ CONSENT = "trust_remote_code"
 """The setting that a recipe may not hold: who runs the command allows foreign code, not a file."""
 MOST_BYTES = 1 << 20
 """Largest recipe file."""
-MOST_DEPTH = 32
-"""Deepest nesting of settings."""
-MOST_DIGITS = 40
-"""Digits of the longest integer."""
 MOST_PROBLEMS = 100
 """Invalid settings that one error message lists at most."""
 
@@ -254,7 +246,7 @@ def read(recipe: str | Path, verb: str) -> dict[str, Any]:
         path = RECIPES / verb / f"{path.name}.yaml"
     content = read_bytes(path, most=MOST_BYTES)
     try:
-        settings = _parse(content.decode("utf-8"))
+        settings = parse(content.decode("utf-8"))
     except (ValueError, yaml.YAMLError) as error:
         raise FulldepthError(f"The recipe {path} cannot be read: {one_line(error)}") from error
     if settings is None:
@@ -315,7 +307,7 @@ def assignments(arguments: Iterable[str]) -> dict[str, Any]:
                 f"Expected at most {MOST_DEPTH} and {MOST_BYTES:,}."
             )
         try:
-            values.append((key.strip(), _parse_value(text)))
+            values.append((key.strip(), parse_value(text)))
         except (ValueError, yaml.YAMLError) as error:
             stated = one_line(argument, 200)
             raise FulldepthError(f"The value in {stated!r} is not valid YAML: {one_line(error)}") from error
@@ -337,12 +329,11 @@ def assigned(settings: Mapping[str, Any]) -> str:
     for key, value in settings.items():
         text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
         try:
-            reads_back = _parse(text) == value
+            reads_back = parse(text) == value
         except (ValueError, yaml.YAMLError):
             reads_back = False
         if not reads_back:
-            flow = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=math.inf, allow_unicode=True)
-            text = flow.removesuffix("\n").removesuffix("\n...")
+            text = as_flow(value)
         options.append(f" --set {quote(f'{key}={text}')}")
     return "".join(options)
 
@@ -436,7 +427,7 @@ def _with_lists(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> d
                 items = [part.strip() for part in str(value).split(",") if part.strip()]
                 lists = (part for part in members(field.annotation) if get_origin(part) is list)
                 of_text = any(str in kinds(get_args(part)[0]) for part in lists)
-                value = items if of_text else [_parse(item) for item in items]
+                value = items if of_text else [parse(item) for item in items]
         listed[key] = value
     return listed
 
@@ -460,93 +451,6 @@ def _inner_class(model: type[pydantic.BaseModel] | None, key: str) -> type[pydan
     """The settings class in a field's annotation, such as `Inner` in `list[Inner] | None`; None if it has none."""
     field = None if model is None else model.model_fields.get(key)
     return None if field is None else next(_classes(field.annotation), None)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's core schema: only true/false are booleans (`no` is text), 1e-3 and inf are numbers, dates are text.
-
-    Aliases (nine short lines can expand to a billion values), tags, deep nesting and very long numbers are refused.
-    """
-
-    depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next node; anchors, aliases, tags and nesting deeper than `MOST_DEPTH` are errors."""
-        event: Any = self.peek_event()
-        refused = ""
-        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            refused = f"the anchor or alias {one_line(event.anchor, 60)!r}; write the value again instead"
-        elif getattr(event, "tag", None) is not None:  # some constructors of PyYAML fail with any exception
-            refused = f"the tag {one_line(event.tag, 60)!r}; write the value without it"
-        elif self.depth > MOST_DEPTH:
-            refused = f"it is nested deeper than {MOST_DEPTH} levels"
-        if refused:
-            raise yaml.composer.ComposerError(None, None, refused, event.start_mark)
-        self.depth += 1
-        node: yaml.Node | None = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """An integer of at most `MOST_DIGITS` digits."""
-        if len(node.value) > MOST_DIGITS:
-            refused = f"a number of {len(node.value):,} digits"
-            raise yaml.constructor.ConstructorError(None, None, refused, node.start_mark)
-        return super().construct_yaml_int(node)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """A mapping with unique text keys (PyYAML silently keeps the last of repeated ones)."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be plain text", key.start_mark)
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{one_line(key.value, 100)!r} appears twice", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_EXPONENT = r"(?:[eE][-+]?[0-9]+)"
-_PLAIN = {  # type -> pattern of its scalars, and their possible first characters
-    "null": (r"~|null|Null|NULL|", [*"~nN", ""]),
-    "bool": (r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
-    "int": (r"[-+]?(?:0|[1-9][0-9]*)", [*"-+0123456789"]),
-    "float": (
-        rf"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*){_EXPONENT}?|[0-9]+{_EXPONENT}|\.?inf)|\.nan",
-        [*"-+.0123456789i"],
-    ),
-}
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.yaml_implicit_resolvers = {}
-for _name, (_pattern, _first) in _PLAIN.items():
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})\Z"), _first)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads: text that is a number in YAML 1.2, such as `1e-3`, is quoted like that of 1.1."""
-
-
-for _first_character, _resolvers in _Loader.yaml_implicit_resolvers.items():
-    for _tag, _regular_expression in _resolvers:
-        _Dumper.add_implicit_resolver(_tag, _regular_expression, [_first_character])
-
-
-def as_yaml(values: Mapping[str, Any]) -> str:
-    """Nested plain values as YAML from which `read` restores them."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
-def _parse(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
-
-
-def _parse_value(text: str) -> Any:
-    """The value of a `key=value` argument. Text with a `#` that YAML takes for a comment, such as a path, is kept."""
-    node = yaml.compose(text, Loader=_Loader)
-    end = 0 if node is None else node.end_mark.index
-    return text.strip() if text[end:].lstrip().startswith("#") else _parse(text)
 
 
 def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: pydantic.ValidationError) -> list[str]:

@@ -56,8 +56,8 @@ from fulldepth.losses import per_batch_terms
 from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
 from fulldepth.settings import Settings, layer, read
 from fulldepth.settings.keywords import with_progress
-from fulldepth.settings.layers import as_yaml
 from fulldepth.settings.loading import Amount
+from fulldepth.settings.strict_yaml import as_yaml
 from fulldepth.settings.train import MAY_DIFFER, SETTINGS, TrainSettings
 from fulldepth.training.frozen import REMOVED
 from fulldepth.training.lora import ADAPTERS
