@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from fulldepth.settings import Settings, assignments, layer, names, read
 from fulldepth.settings.evaluate import EvaluateSettings
-from fulldepth.settings.layers import as_yaml, assigned
+from fulldepth.settings.layers import assigned
 from fulldepth.settings.search import CurveSettings, SearchSettings
+from fulldepth.settings.strict_yaml import as_yaml
 from fulldepth.settings.train import TrainSettings
 from refusals import refused
 
