@@ -53,7 +53,9 @@ def main() -> None:
         for task in unit.tasks["tasks"].values():
             pairs = list(pairs_of(task, given.skip))
             if len(pairs) < given.choose + given.heal:
-                raise SystemExit(f"{task.task_name} has {len(pairs)} rows to learn from: lower --choose or --heal, or --skip.")
+                raise SystemExit(
+                    f"{task.task_name} has {len(pairs)} rows to learn from: lower --choose or --heal, or --skip."
+                )
             drawn = draw.sample(pairs, given.choose + given.heal)
             choosing += drawn[: given.choose]
             healing += drawn[given.choose :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from time import process_time
 
 import numpy as np
@@ -152,3 +153,22 @@ def test_the_accuracy_of_a_guess_is_that_of_lm_evals_own_scores(gold, choices, m
             answered = task.process_results(sample["doc"], [(value, False) for value in likelihoods])
             marks.append(answered["acc"])
     assert result.chance["t"] == pytest.approx(np.mean(marks), abs=0 if constant else 0.015)
+
+
+def perplexities(values, errors=(0.3, 0.4, 0.5)):
+    """Word perplexities of three exit layers, of 100 texts that are not known one by one."""
+    scores = {
+        n: [Score("texts", "word_perplexity", value, error, 100)]
+        for n, (value, error) in enumerate(zip(values, errors, strict=True), start=1)
+    }
+    return Scored({"texts": [1, 2, 3]}, scores, {"texts": {"word_perplexity": False}})
+
+
+def test_a_perplexity_is_kept_within_a_hundredth_of_itself_and_lost_upwards():
+    [curve] = curves(perplexities([60.0, 40.3, 40.0]))
+    assert curve.tolerance == pytest.approx(0.4)
+    assert [drop.value for drop in curve.drops] == pytest.approx([20.0, 0.3, 0.0])
+    assert [drop.error for drop in curve.drops[:2]] == pytest.approx([math.hypot(0.3, 0.5), math.hypot(0.4, 0.5)])
+    assert curve.by_estimate == 2
+    [curve] = curves(perplexities([30.0, 40.5, 40.0]))
+    assert curve.by_estimate == 3

@@ -9,6 +9,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
@@ -18,10 +19,11 @@ from evaluation import small_world
 from evaluation.small_world import LAYERS
 from fulldepth.evaluation import evaluate
 from fulldepth.evaluation.embedding import Embedder
-from fulldepth.evaluation.quality import diversity, mean_of
+from fulldepth.evaluation.quality import Quality, diversity, mean_of
 from fulldepth.hf import packaged
 from fulldepth.reporting.evaluation import task_tables
 from fulldepth.reporting.source import PageSource
+from metrics.oracle import of_ratio
 from refusals import refused
 from skip import word_tokenizer
 
@@ -286,3 +288,17 @@ def test_refusals(text):
         evaluate(model, generation_quality=text, prefix_tokens=2040, **options)
     with refused("has no text of 1300 tokens"):
         evaluate(model, generation_quality=text, prefix_tokens=1000, max_new_tokens=300, **options)
+
+
+def test_errors_of_generated_texts_are_over_their_documents(monkeypatch):
+    """Two of five texts continue one document, two another."""
+    documents = [5, 5, 8, 8, 9]
+    texts = ["a b c d e", "a b a b a b", "a a a a", "x y z x y z x", "so it goes so it goes"]
+    quality = Quality.__new__(Quality)
+    quality.clusters, quality.embedder = documents, None
+    monkeypatch.setattr(quality, "_generated", lambda layer: (texts, [-1.0, -2.0]))
+    rows = {row[4]: (row[5], row[6]) for row in quality._text_rows(3)}
+    values = np.array([distinct(text) for text in texts])
+    assert rows["diversity"] == (pytest.approx(values.mean()), 5)
+    assert rows["diversity_stderr"] == (pytest.approx(of_ratio(documents, values, np.ones(5))), 5)
+    assert rows["perplexity"] == (pytest.approx(np.exp(1.5)), 2)

@@ -11,8 +11,9 @@ import psutil
 import pytest
 import torch
 
+from fulldepth.execution import latency
 from fulldepth.execution.latency import OtherLoad, Runner, order
-from fulldepth.execution.memory import AllocationTracker, cache_bytes, parameter_bytes, reset_peak, run_peak
+from fulldepth.execution.memory import AllocationTracker, cache_bytes, parameter_bytes, peak_bytes, reset_peak, run_peak
 from tiny_models import build, token_ids
 
 
@@ -91,3 +92,17 @@ def test_the_peak_is_of_the_run_and_not_of_the_process():
     assert run_peak(torch.device("cpu")) < resident + size // 2  # what was freed before does not count
     use_memory(size)
     assert run_peak(torch.device("cpu")) >= resident + size * 0.9
+
+
+def test_decoding_is_timed_by_the_token(monkeypatch):
+    """Two seconds for the prompt, six for the three tokens after it."""
+    clock = iter([1.0, 3.0, 9.0])
+    monkeypatch.setattr(latency, "now", lambda device: next(clock))
+    trial = latency.Runner(build("llama")).run(token_ids(2, 15), 12)
+    assert (trial.prefill, trial.decode) == (2.0, 2.0)
+
+
+def test_the_peak_is_the_weights_and_what_lives_beside_them():
+    model, ids = build("llama"), token_ids(2, 4)
+    weights = sum(part.nbytes for part in (*model.parameters(), *model.buffers()))
+    assert peak_bytes(model, ids, lambda: torch.zeros(1000) + 1) == weights + 2 * 4000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -203,3 +204,15 @@ def test_times_differ_only_beyond_their_interval(ratio, rounds, load, verdict):
     assert ("1.50 times" in speedup.sentence()) == (verdict == "differs")
     assert speedup.document()["measured_speedup"] == median_ratio(full, own).value
     assert (speedup.document()["measured_speedup_interval"] is None) == (rounds < 9)
+
+
+def test_a_low_threshold_is_not_accepted_beyond_one_that_misses():
+    """Ten samples leave surely and wrong, ten less surely and right where the full model is wrong: together no loss."""
+    targets = torch.zeros(20, dtype=torch.int64)
+    early = torch.zeros(20, 2, dtype=torch.float64)
+    early[:10, 1], early[10:, 0] = math.log(0.95 / 0.05), math.log(0.6 / 0.4)
+    full = torch.zeros(20, 2, dtype=torch.float64)
+    full[:10, 0], full[10:, 1] = 9.0, 9.0
+    data = readings(torch.stack([early, early, full]), targets)
+    assert data.accuracy(data.all_at(1)) == data.accuracy(data.all_at(2)) == 0.5
+    assert calibrated(data, "confidence", 1, [0.9, 0.5], 0.02) > 0.9

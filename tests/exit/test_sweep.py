@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -15,13 +17,15 @@ from exit import plain
 from exit.conftest import LABELS, sharpened, taught
 from fulldepth import exit
 from fulldepth.core.console import finish
-from fulldepth.exit.readings import Exit
+from fulldepth.core.progress import Watcher
+from fulldepth.exit.readings import Exit, read_exits
 from fulldepth.exit.served import EarlyExit
 from fulldepth.measurement import measure
 from fulldepth.results import Results
 from fulldepth.settings.exit import ExitSettings
 from fulldepth.subject import Subject
 from measurement import oracle
+from metrics.oracle import of_ratio
 from pages import DOCS
 from refusals import refused
 from skip.word_tokenizer import tokenizer
@@ -232,3 +236,51 @@ def test_where_a_measurement_states_no_error_a_sweep_states_none(tmp_path):
     assert not (results.table.statistic == "standard_error").any()
     for entry in (*results.meta["exits"], results.meta["full"]):
         assert {value for name, value in entry.items() if name.endswith(("_stderr", "drop_interval"))} == {None}
+
+
+def test_a_round_takes_the_time_of_all_batches(labelled, monkeypatch):
+    """A clock that is a second later at each reading: every forward pass of one of six batches takes a second."""
+    ticks = itertools.count()
+    monkeypatch.setattr("fulldepth.exit.served.now", lambda device: float(next(ticks)))
+    options = {"tokenizer": tokenizer(), "batch_size": 7, "repeats": 3, "threshold": [0.5]}
+    results = exit.sweep(sharpened("bert-classifier", 2.0), labelled, **options)
+    assert results.meta["full"]["seconds"] == 6
+    assert {row["seconds"] for row in results.meta["exits"]} == {6}
+
+
+def test_the_headline_states_the_best_threshold_and_what_it_saves(labelled):
+    model = sharpened("bert-classifier", 2.0)
+    known = taught(model, labelled * 5)
+    results = exit.sweep(model, known, tokenizer=tokenizer(), repeats=0, threshold=[0.35, 0.4, 0.5, 0.7, 0.9, 0.99])
+    entries = [entry for entry in results.meta["exits"] if entry["threshold"] < 1]
+    good = [entry for entry in entries if entry["drop_interval"][1] <= 0.01]
+    chosen = results.headline["theoretical_speedup"]["value"]
+    if good:
+        best = max(good, key=lambda entry: entry["theoretical_speedup"])
+        assert results.headline["best_threshold"]["value"] == best["threshold"]
+    else:  # the one that loses least by its layers
+        best = min(entries, key=lambda entry: entry["theoretical_speedup"])
+        assert results.headline["best_threshold"]["value"] is None
+    assert chosen == pytest.approx(best["theoretical_speedup"])
+    layers = np.repeat(np.arange(1, 4), best["exits"])
+    assert (
+        f"samples leave after {layers.mean():.1f} of 3 layers on average"
+        in results.headline["best_threshold"]["sentence"]
+    )
+
+
+def test_errors_are_over_documents(texts):
+    """Windows of one document are one observation: the formula for a ratio of sums over documents, in a loop."""
+    options = {"sequence_length": 8, "threshold": [0.3], "prompts": 0, "lens_tokens": None}
+    model = sharpened("llama", 4.0)
+    results = exit.sweep(model, texts, tokenizer=tokenizer(), **options)
+    settings = ExitSettings(**options)
+    with Subject.open(model, texts, settings, needs={"head", "targets"}, tokenizer=tokenizer()) as subject:
+        read = read_exits(subject, settings.rule, settings, Watcher())
+        documents = np.array(subject.sequences.clusters)
+    owner = documents[read.sequence.numpy()]
+    assert len(set(documents.tolist())) < len(documents), "documents of several windows"
+    for layer in range(read.num_layers + 1):
+        for name, values in (("lens_loss", read.loss[layer]), ("lens_accuracy", read.correct[layer].double())):
+            stated = results.values(name, "standard_error")[layer]
+            assert stated == pytest.approx(of_ratio(owner.tolist(), values.numpy(), np.ones(len(owner))), rel=1e-6)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from fulldepth.losses.coherence_penalty import coherence_penalty
+from fulldepth.losses.coherence_penalty import CoherencePenalty, coherence_penalty
+from fulldepth.losses.orthogonality_penalty import OrthogonalityPenalty
 from fulldepth.losses.term import block_size
 from losses.trained_step import is_value, kept, leaves
 
@@ -120,3 +121,10 @@ def test_autocast_changes_nothing(pair):
     torch.autograd.backward([value, expected])
     assert torch.equal(value, expected)
     assert all(torch.equal(h.grad, other.grad) for h, other in zip(cast, plain, strict=True))
+
+
+def test_the_papers_layers_at_other_depths():
+    assert [*CoherencePenalty().chosen_layers(24)] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert [*CoherencePenalty().chosen_layers(6)] == [2, 4]
+    assert [*OrthogonalityPenalty().chosen_layers(24)] == [3, 5, 7, 9, 11, 13, 15, 17, 22]
+    assert [*OrthogonalityPenalty().chosen_layers(6)] == [3, 4, 5]

@@ -18,7 +18,18 @@ from fulldepth.losses import (
     similarity_penalty,
 )
 from fulldepth.losses.objective import CoherencePenalty, OrthogonalityPenalty
-from losses.trained_step import arguments, build, close, plain_jump, same_step, slopes, states_of, step
+from losses.trained_step import (
+    arguments,
+    build,
+    close,
+    collate,
+    examples,
+    plain_jump,
+    same_step,
+    slopes,
+    states_of,
+    step,
+)
 from refusals import refused
 from tiny_models import BUILDERS, seeded, token_ids
 
@@ -283,3 +294,20 @@ def test_half_precision_stays_near_float32(dtype):
         got, parts = taken()
     assert parts["jump"].dtype == torch.float32
     assert float(torch.cosine_similarity(got, expected, dim=0)) > 0.999
+
+
+@pytest.mark.parametrize(("step", "same_as"), [(3, 100), (4, 0)])
+def test_the_energy_penalty_ends_with_its_last_step(step, same_as):
+    """A warm-up of three steps is on in the third, as one of 100 is, and off in the fourth, as one of none is."""
+    batch = {name: value for name, value in collate(examples("llama")).items() if name != "attention_mask"}
+
+    def value(warmup):
+        model = build("llama")
+        for layer in model.model.layers:  # attention that changes the power of the spectra by more than twice
+            layer.self_attn.o_proj.weight.data *= 200
+        with Objective(energy_warmup=warmup, coherence={"layers": [1]}).attach(model) as objective:
+            objective.step = step
+            return float(objective(model(**batch), batch)[1]["coherence"])
+
+    assert value(3) == value(same_as)
+    assert value(3) != value(100 - same_as)

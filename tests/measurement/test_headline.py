@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
 from fulldepth.measurement.headline import Clusters, headline
@@ -121,3 +122,39 @@ def test_layers_have_intervals():
         assert (found[name].value, found[name].interval, found[name].standard_error) == (27, (24, 29), None)
         assert "ayer 27 of 30" in found[name].sentence
         assert "(95 % interval 24 to 29)" in found[name].sentence
+
+
+def test_the_first_detecting_layer_is_the_first_with_95_percent():
+    reached = (0.1, 0.9, 0.949, 0.96, 1.0)
+    rows = [
+        ("average_precision", "residual", layer, None, "ap50", share, 9, "1")
+        for layer, share in enumerate(reached, start=1)
+    ]
+    found = headline(
+        tabulate([*rows, ("average_precision", "residual", 5, None, "ap", 0.5, 9, "1")]), 5, Clusters(8, 8)
+    )
+    assert found["average_precision"].sentence.endswith("; layer 4 is the first with 95 % of that.")
+
+
+def test_the_last_displacement_is_set_beside_the_median_of_the_layers_before_it():
+    means = (0.1, 0.2, 0.3, 0.9)
+    rows = [
+        ("displacement", "residual", layer, None, "mean", mean, 9, "1") for layer, mean in enumerate(means, start=1)
+    ]
+    found = headline(tabulate(rows), 4, Clusters(8, 8))["last_layer_displacement"]
+    assert found.sentence.endswith("the layers before it have a median of 0.200.")
+
+
+@pytest.mark.parametrize(("independent", "measurable"), [(np.inf, True), (3.0, False)])
+def test_sentences_of_a_measurement_take_students_t_of_its_documents(independent, measurable):
+    """3 standard errors are beyond 2, and within the 4.5 that three documents ask for."""
+    numbers = (("jump_rate", "value", 4, 3.0), ("jump_rate", "standard_error", 4, 1.0))
+    gain = "gain_of_early_layers"
+    numbers += (
+        ("linear_lens_accuracy", gain, None, 0.03),
+        ("linear_lens_accuracy", f"standard_error_of_{gain}", None, 0.01),
+    )
+    rows = [(name, "residual", layer, None, what, value, 100, "1") for name, what, layer, value in numbers]
+    found = headline(tabulate(rows), 4, Clusters(8, 8, independent=independent))
+    assert ("by any measurable amount" not in found["zeta_L"].sentence) is measurable
+    assert ("Early layers (1 to 2) know more" in found["linear_lens_gain"].sentence) is measurable

@@ -98,3 +98,44 @@ def test_the_accumulator_reads_every_layer_whatever_the_batches():
             expected |= {(number, name): value, (number, f"standard_error_of_{name}"): pytest.approx(error)}
     assert {(row.layer, row.statistic): row.value for row in found} == expected
     assert {row.count for row in found} == {sum(int((~target["crowd"]).sum()) for target in targets)}
+
+
+BOX = [0.25, 0.25, 0.2, 0.2]
+
+
+MISS = [0.75, 0.25, 0.2, 0.2]
+
+
+def logits(*rows):
+    """[Q, C+1] logits of probabilities, the last of which is that of no object."""
+    return torch.tensor(rows, dtype=torch.float64).log()
+
+
+def objects(*boxes, **more):
+    return {"class_labels": torch.zeros(len(boxes), dtype=torch.int64), "boxes": torch.tensor(boxes), **more}
+
+
+def test_a_score_is_the_probability_among_all_classes_and_no_object():
+    """0.3 of all is more than 0.25, although 0.25 of 0.3 is a larger share of the objects than 0.3 of 0.5."""
+    scores = logits([0.3, 0.2, 0.5], [0.25, 0.05, 0.7])
+    found = average_precision([scores], [torch.tensor([BOX, MISS])], [objects(BOX)])
+    assert found["ap50"] == pytest.approx(1.0)
+    found = average_precision([scores], [torch.tensor([MISS, BOX])], [objects(BOX)])
+    assert found["ap50"] == pytest.approx(0.5)
+
+
+def test_a_crowd_is_no_object_that_could_be_missed():
+    """One of two objects is found: half of the recall, 51 of 101 points; all of it where the other is a crowd."""
+    crowd = [0.75, 0.75, 0.2, 0.2]
+    given = [logits([0.9, 0.05, 0.05])], [torch.tensor([BOX])]
+    assert average_precision(*given, [objects(BOX, crowd)])["ap50"] == pytest.approx(51 / 101)
+    both = objects(BOX, crowd, crowd=torch.tensor([False, True]))
+    assert average_precision(*given, [both])["ap50"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("misses", "expected"), [(11, 1 / 12), (99, 1 / 100), (100, 0.0)])
+def test_a_hundred_detections_of_a_class_count_in_an_image(misses, expected):
+    """The hit comes after so many surer misses."""
+    rows = [[0.9 - at / 1000, 0.01, 0.09 + at / 1000] for at in range(misses + 1)]
+    found = average_precision([logits(*rows)], [torch.tensor([MISS] * misses + [BOX])], [objects(BOX)])
+    assert found["ap50"] == pytest.approx(expected)

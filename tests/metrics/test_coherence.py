@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from fulldepth.metrics import Coherence, coherence
+from fulldepth.metrics import Coherence, Setup, coherence
 from fulldepth.metrics.coherence import spectra
 from metrics.oracle import plain_coherence
 
@@ -119,3 +119,9 @@ def test_channels_spread_over_threads_give_the_same_rows(invented, same_rows):
     finally:
         torch.set_num_threads(before)
     same_rows(rows[1], rows[0])
+
+
+def test_the_channels_behind_an_error_are_evenly_spaced_over_all():
+    channels = Coherence(Setup(1, 512, sequence_length=4, num_sequences=8)).channels
+    assert (len(channels), int(channels[0]), int(channels[-1])) == (64, 0, 511)
+    assert {*channels.diff().tolist()} == {8, 9}

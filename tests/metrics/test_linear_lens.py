@@ -8,8 +8,11 @@ import torch
 from numpy.testing import assert_allclose
 from sklearn.linear_model import Ridge
 
-from fulldepth.metrics import LinearMaps, MapSums, linear_map
+from fulldepth.metrics import METRICS, LinearMaps, MapSums, linear_map
 from fulldepth.metrics.linear_lens import STRENGTHS, Moments, choose_strength
+from metrics.conftest import invent
+from metrics.oracle import of_ratio
+from tiny_models import seeded
 
 LAYERS, WIDTH, POSITIONS = 3, 7, 90
 
@@ -91,3 +94,28 @@ def test_half_precision_is_mapped_in_full_precision(states):
     weights, offsets = torch.rand(LAYERS, WIDTH, WIDTH), torch.rand(LAYERS, WIDTH)
     mapped = LinearMaps(weights, offsets, [], [], [])(x)
     assert torch.equal(mapped[1], (x[1].float() @ weights[1] + offsets[1]).bfloat16())
+
+
+@pytest.mark.parametrize(("name", "sign"), [("linear_lens_accuracy", 1), ("linear_lens_loss", -1)])
+def test_gains_of_the_linear_lens_have_paired_errors(name, sign):
+    """The cluster formula on the differences of both lenses at each position."""
+    documents = (3, 3, 3, 3, 8, 8, 1, 7, 7, 7, 7, 7, 2, 4, 4, 5, 6, 6, 9, 9)
+    world = invent(seeded(5), lengths=(9, 4, 7, 9, 2, 6, 9, 3, 8, 5) * 2, layers=4).replace(
+        options={"clusters": documents}
+    )
+    known = world.targets != -100
+    targets = world.targets.clamp(min=0)
+
+    def values(logits):
+        if sign > 0:
+            return (logits.argmax(-1) == targets).double()
+        return -logits.double().log_softmax(-1).gather(-1, targets.expand(len(logits), -1, -1)[..., None])[..., 0]
+
+    gain = sign * (values(world.linear_logits) - values(world.logits)) * known  # [L+1, N, T]
+    gain, counts = gain.sum(-1).numpy(), known.sum(1).numpy()
+    rows = world.rows(METRICS[name], (20,))
+    for layer in range(4):
+        stated = rows["residual", layer, None, "standard_error_of_gain"].value
+        assert stated == pytest.approx(of_ratio(documents, gain[layer], counts), rel=1e-4)
+    stated = rows["residual", None, None, "standard_error_of_gain_of_early_layers"].value
+    assert stated == pytest.approx(of_ratio(documents, gain[1:3].mean(0), counts), rel=1e-4)

@@ -13,6 +13,7 @@ from sklearn.preprocessing import StandardScaler
 
 from fulldepth.metrics import Separability, separability
 from fulldepth.metrics.separability import word_map
+from tiny_models import seeded
 
 
 def oracle(features, labels, folds=5, seed=0):
@@ -81,3 +82,17 @@ def test_a_map_is_that_of_scikit_learn(generator):
         StandardScaler().fit_transform(features.double().numpy())
     )
     assert_allclose(word_map(features, seed=3), expected, rtol=1e-6)
+
+
+def test_of_frequent_words_as_many_are_used_as_of_the_rarest():
+    """Classes apart by less than their spread, 100 to 20: unbalanced, a constant answer would be right in 83 %."""
+    labels = torch.tensor([0] * 100 + [1] * 20)
+    features = torch.randn(120, 4, generator=seeded(1))
+    mean, std = separability(features, labels, seed=3)
+    generator = np.random.default_rng(3)
+    chosen = np.sort(np.r_[generator.choice(100, 20, False), 100 + generator.choice(20, 20, False)])
+    probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=10_000, tol=1e-8))
+    split = StratifiedKFold(5, shuffle=True, random_state=3)
+    scores = cross_val_score(probe, features.double().numpy()[chosen], labels.numpy()[chosen], cv=split)
+    assert (mean, std) == pytest.approx((scores.mean(), scores.std()), abs=1e-9)
+    assert mean < 0.8  # unbalanced, 100 of 120 are right without a probe

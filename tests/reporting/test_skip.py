@@ -14,21 +14,23 @@ import torch
 from numpy.testing import assert_allclose
 
 from fulldepth.core.uncertainty import Difference, score_reach
+from fulldepth.execution.heldout import HeldoutLosses
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.reporting.page import payload, render
-from fulldepth.reporting.skip import SkipPart, decoding, num_layers_of, parts, removals, timed_models
+from fulldepth.reporting.skip import SkipPart, decoding, num_layers_of, parts, removals, timed_models, with_error
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import of_record
 from fulldepth.reporting.task_changes import task_change_tables, task_sentences
-from fulldepth.results import Results, report, tabulate
+from fulldepth.results import Results, difference_in_words, report, tabulate
 from fulldepth.results.pages import together, unique_names
+from fulldepth.results.verdict import difference_finding
 from fulldepth.skip.bench import bench
 from fulldepth.skip.curve import curve
 from fulldepth.skip.exports.export import export
 from fulldepth.skip.search import search
 from refusals import refused
+from reporting import skip_folders, synthetic
 from reporting import skip_folders as folders
-from reporting import synthetic
 from reporting.plotted import joined
 from reporting.synthetic import payload_of, row
 from skip.test_curve import pairs
@@ -387,3 +389,28 @@ def test_an_added_loss_is_measurable_by_students_t_of_its_documents():
         expected = Difference(0.0222, 0.01, 0.01, documents, documents, 0.1)
         assert "loss added: +0.0222 ± 0.01 nats" in sentence
         assert ("no measurable difference" in sentence) is not expected.measurable
+
+
+def test_decoding_is_shown_in_milliseconds_a_token():
+    """`skip_folders.bench` decodes a token of one sequence in 2 ms with the original."""
+    bench = skip_folders.bench()
+    shown = {model.name: model.decoding for model in timed_models([SkipPart("", "bench", bench.table, bench.meta)])}
+    seconds = bench.table.query("measure == 'decode_time' and batch == 1").groupby("model")["value"].median()
+    assert shown == pytest.approx({str(name): 1000 * value for name, value in seconds.items()})
+    assert 0.1 < shown["base"] < 10
+
+
+def test_the_page_calls_a_loss_measurable_where_the_headline_does():
+    """One document of 2,000 tokens and nine of 10: Student's t of about one effective document."""
+    tokens, documents = np.array([2000.0] + [10.0] * 9), np.arange(10)
+    gap = 0.05 + np.r_[0, np.random.default_rng(0).normal(0, 0.3, 9)]
+    losses = HeldoutLosses({"original": 2 * tokens, "fast": (2 + gap) * tokens}, tokens, documents)
+    added = losses.added("fast")
+    part = SkipPart("", "bench", tabulate([*losses.rows("fast")], model="fast"), {})
+    error, groups = (part.value("loss", name, model="fast") for name in ("difference_stderr", "difference_groups"))
+    assert groups == pytest.approx(added.groups)
+    assert groups < 2
+    stated = difference_in_words(added, "original", "documents")
+    assert stated.endswith("against original (one of 10 documents has nearly all tokens: no error is stated)")
+    assert "no measurable" in with_error(added.mean, error, groups)
+    assert difference_finding(added, stated, "documents").standard_error is None

@@ -288,3 +288,22 @@ def test_models_without_blocks_to_search_are_compared():
     told = paragraph(facts([0.1, 0.2]), {**META, "model": {"name": "m", "task": "representation"}})
     assert told["next"]["command"].startswith("fulldepth compare ")
     assert paragraph(BARE, META) is None
+
+
+@pytest.mark.parametrize(("independent", "named"), [(None, "layers 1 to 3"), (3.0, "no layer")])
+def test_the_paragraph_takes_students_t_of_the_documents_that_the_results_state(independent, named):
+    rows = []
+    for layer, mean in enumerate((0.014, 0.014, 0.014, 0.1), start=1):
+        rows += [row("displacement", layer, mean), row("displacement", layer, 0.001, "standard_error")]
+    meta = {"model": {"name": "m", "num_layers": 4}, "data": {"clusters": 22, "independent": independent}}
+    told = paragraph(Facts.of(tabulate(rows), meta, meta["model"]), meta)["sentences"][0]
+    assert told.endswith(f"{named}.")
+
+
+def test_advice_needs_a_loss_that_is_measurably_below_that_of_the_embeddings():
+    """0.25 nats are 2.5 errors of one of both losses, and 1.8 of their difference."""
+    right = [0.0, 0, 0, 0.1, 0.2, 0.4, 0.45]
+    for first, advised in ((4.25, False), (4.35, True)):
+        loss = [first] * 6 + [4.0]
+        told = paragraph(facts([0.1] * 6, right=right, loss=loss), META)
+        assert (told["next"] is not None) is advised

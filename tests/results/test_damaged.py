@@ -82,8 +82,8 @@ def ground(tmp_path_factory):
 
 
 def test_whole_folders_of_every_kind_are_read_as_they_are(ground):
-    for results in ground.made.values():
-        again = Results.load(results.save(ground.root / "again", page=False))
+    for name, results in ground.made.items():
+        again = Results.load(results.save(ground.root / f"again {name}", page=False))
         assert again.meta == {"schema_version": 1, **json.loads(json.dumps(results.meta))}
         assert list(again.table.columns) == list(results.table.columns)
 

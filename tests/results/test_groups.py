@@ -293,3 +293,40 @@ def test_a_mapping_beside_against_is_one_group():
     assert labels == [model["label"] for model in compare(first, against=second).meta["models"]]
     with refused("leave out names"):
         compare(by_name, **options)
+
+
+def test_losses_by_flops_are_means_over_seeds_with_students_interval():
+    jreg, llama = group("tiny-jreg", 0.06, 3.42, {"jump": 0.09}, range(5)), group("tiny-llama", 0.3, 3.41, {}, range(5))
+    models = compare(jreg, against=llama).meta["models"]
+    for model, runs, flops in zip(models, (jreg, llama), (7.5e14, 6e14), strict=True):
+        tables = [run.table[run.table.measure == "validation_loss"].set_index("step")["value"] for run in runs]
+        assert len(model["losses_by_flops"]) == 7
+        for entry, step in zip(model["losses_by_flops"], range(0, 301, 50), strict=True):
+            losses = [table[step] for table in tables]
+            reach = stats.t.ppf(0.975, len(losses) - 1) * stats.sem(losses)
+            assert entry["flops"] == pytest.approx(flops * step / 300)
+            assert entry["mean"] == pytest.approx(np.mean(losses))
+            assert (entry["high"] - entry["mean"], entry["mean"] - entry["low"]) == pytest.approx(
+                (reach, reach), abs=1e-12
+            )
+
+
+def test_layers_of_a_redundancy_change_share_its_risk_over_seeds():
+    """p values of 0.02 at four of twelve layers: each below 0.05, none after Holm's correction."""
+    differences = stats.t.ppf(1 - 0.01, 4) * np.ones(12)
+    differences[4:] = 0.1
+    base = group("tiny-llama", 0.3, 3.41, {}, range(5))
+    noise = np.array([-1.0, 1, 0.5, -0.5, 0])
+    noise = noise / noise.std(ddof=1) * 5**0.5  # a standard error of 1
+    other = group("tiny-other", 0.3, 3.41, {}, range(5))
+    for seed, (one, two) in enumerate(zip(base, other, strict=True)):
+        table = one.table.copy()
+        at = (table.measure == "displacement") & (table.statistic == "mean")
+        layers = table.loc[at, "layer"].astype(int).to_numpy()
+        table.loc[at, "value"] += 1e-3 * (differences[layers - 1] + noise[seed])
+        two.table = table
+        two.meta["settings"] = one.meta["settings"]
+    found = compare(other, against=base, names=["other", "llama"])
+    tests = found.table[found.table.seed.isna() & (found.table.measure == "displacement")]
+    assert (tests["p"] < 0.05).sum() == 4
+    assert "no measurable difference" in found.headline["redundancy_change"]["sentence"]

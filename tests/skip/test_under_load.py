@@ -138,10 +138,11 @@ def test_the_results_state_the_contexts_that_were_timed(files):
 def test_a_difference_within_its_interval_is_no_advice_and_a_busy_machine_no_comparison(
     files, asked, monkeypatch, tmp_path
 ):
+    noise = np.random.default_rng(0)
     monkeypatch.setattr(
         LlamaServer,
         "serve",
-        lambda self, prompts, *_: Load(1 + 0.1 * np.random.default_rng().random(), [0.1] * len(prompts)),
+        lambda self, prompts, *_: Load(1 + 0.1 * noise.random(), [0.1] * len(prompts)),
     )
     arguments = (files / NAMES[0], [files / name for name in NAMES[1:]])
     again = bench(*arguments, concurrency=[2], **SMALL | {"repeats": 5})

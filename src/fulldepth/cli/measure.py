@@ -52,9 +52,9 @@ def measure_command(
     """Measure what every layer of a checkpoint does.
 
     MODEL is a checkpoint, or the folder of a training run (checkpoint-100, checkpoint-200, ...), which gives a series.
-    The result is one folder: `report.html` (open it in a browser), `results.parquet` (the table), `groups.parquet` (for
-    paired comparisons) and `results.json` (settings, headline). An interrupted series resumes after its last checkpoint, and is extended by new ones; a single
-    checkpoint is measured again from the start.
+    The result is one folder: `report.html` (open it in a browser), `results.parquet` (the table), `groups.parquet`
+    (for paired comparisons) and `results.json` (settings, headline). An interrupted series resumes after its last
+    checkpoint, and is extended by new ones; a single checkpoint is measured again from the start.
 
     Example: `fulldepth measure MODEL --data text.txt --measures default,layer_effect --output out/`
 

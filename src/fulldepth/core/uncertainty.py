@@ -42,6 +42,8 @@ FEWEST_DOCUMENTS = 8
 ALIKE = 2 / 3
 """Share of clusters that the effective number must reach for all of them to count: Student's t of their number then
 holds the truth in 92 % of simulations or more."""
+FEWEST_EFFECTIVE = 2
+"""Fewest effective clusters (`effective`) from which a standard error is stated."""
 DRAWS = 1000
 """Draws of a bootstrap."""
 SIGNIFICANT = 2.0

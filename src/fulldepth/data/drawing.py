@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fulldepth.core.errors import FulldepthError
-from fulldepth.core.uncertainty import distinct, effective, identity, ranks, sample
+from fulldepth.core.uncertainty import FEWEST_EFFECTIVE, distinct, effective, identity, ranks, sample
 from fulldepth.data.opening import Order
 from fulldepth.data.tokens import Frame, leading_ids
 
@@ -29,8 +29,6 @@ BLOCK = 4096
 FEWEST_DOCUMENTS = 3
 FEWEST_BLOCKS = 8
 """Fewest clusters of either kind from which an error is stated."""
-FEWEST_EFFECTIVE = 2
-"""Fewest effective documents that are clusters."""
 NOTHING = Frame()
 """No special tokens."""
 

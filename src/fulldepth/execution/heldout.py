@@ -61,11 +61,14 @@ class HeldoutLosses:
         return mean_difference(self.sums[label], self.tokens, self.documents, len(self.tokens))
 
     def rows(self, label: str) -> Iterator[tuple[Any, ...]]:
-        """The rows of `loss`: the mean, and the standard error of its difference to the original."""
+        """The rows of `loss`: the mean, the standard error of its difference to the original, and the number of groups
+        by which that difference is measurable (`Difference.groups`).
+        """
         yield "loss", "model", None, None, "mean", self.mean(label), self.count, "nats"
         added = self.added(label)
         if label != next(iter(self.sums)) and math.isfinite(added.standard_error):
             yield "loss", "model", None, None, "difference_stderr", added.standard_error, added.documents, "nats"
+            yield "loss", "model", None, None, "difference_groups", added.groups, added.documents, "1"
 
     def added(self, label: str, other: str | None = None) -> Difference:
         """Loss of a model minus that of another one, on the same tokens; None = the original."""

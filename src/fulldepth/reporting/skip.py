@@ -188,8 +188,8 @@ class TimedModel:
     """Loss minus the original's loss, on the same data."""
     error: float | None
     """Standard error of the added loss."""
-    documents: float | None
-    """Documents that this error is of."""
+    groups: float | None
+    """Groups by which it is measurable (Student's t)."""
     stated: bool
     """True if the loss comes from the plan and was not measured together with the times."""
     times: Mapping[str, Spread]
@@ -240,7 +240,7 @@ def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
                     loss,
                     None if loss is None or base is None else loss - base,
                     part.value("loss", "difference_stderr", model=name),
-                    part.value("loss", "difference_stderr", model=name, column="count"),
+                    _groups_of_difference(part, name),
                     of_plan,
                     times,
                     None if pd.isna(decoding) else 1000 * float(decoding),
@@ -248,6 +248,12 @@ def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
                 )
             )
     return timed
+
+
+def _groups_of_difference(part: SkipPart, name: str) -> float | None:
+    """The number of groups by which the loss added is measurable; of older tables, its number of documents."""
+    stated = part.value("loss", "difference_groups", model=name)
+    return part.value("loss", "difference_stderr", model=name, column="count") if stated is None else stated
 
 
 def _removed(part: SkipPart, measure: str, name: str, index: int, form: str = ".4f") -> Drawn:
@@ -437,7 +443,7 @@ def decoding(folders: Sequence[SkipPart]) -> list[str]:
         speed_text = f"In {program}, {name} decodes {speed.value:.2f} times as fast as {base}"
         if speed.contains_one:
             speed_text = f"In {program}, no model decodes measurably faster than {base}; {name} comes closest"
-        cost = "" if best.added is None else f"; loss added: {with_error(best.added, best.error, best.documents)}"
+        cost = "" if best.added is None else f"; loss added: {with_error(best.added, best.error, best.groups)}"
         sentences.append(f"{speed_text} {speed.interval}{cost}.")
     return sentences
 
@@ -447,15 +453,15 @@ def signed_loss(added: float, error: float | None) -> str:
     return f"{minus(added, '+.4f')} {plus_minus(error)}".rstrip()
 
 
-def with_error(added: float, error: float | None, documents: float | None) -> str:
+def with_error(added: float, error: float | None, groups: float | None) -> str:
     """The text of `signed_loss` with its unit, and a remark if the difference is not measurable.
 
     Args:
         added: the difference.
         error: its standard error.
-        documents: number of documents that the error is of; None = very many.
+        groups: number of groups for Student's t; None = very many.
     """
-    is_within = error and abs(added) <= reach(documents or math.inf) * error
+    is_within = error and abs(added) <= reach(groups or math.inf) * error
     return f"{signed_loss(added, error)} nats{' (no measurable difference)' * bool(is_within)}"
 
 
@@ -466,15 +472,15 @@ def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
     for removal in removals(folders)[:1]:
         what = blocks_in_words(removal.places)
         added = removal.losses[-1] - removal.losses[0] if removal.losses else None
-        error = documents = None
+        error = groups = None
         if timed and timed.added is not None:
             added = timed.added
             error = timed.error
-            documents = timed.documents
+            groups = timed.groups
         if added is None:
             continue
         healed = "healed" if any(part.kind == "heal" for part in folders) and timed else "not healed"
-        change = f"changes the held-out loss by {with_error(added, error, documents)}, {healed}"
+        change = f"changes the held-out loss by {with_error(added, error, groups)}, {healed}"
         unread = "Other text and tasks were not read, and can lose much more."
         sentences.append(f"Removing {what} of {num_layers_of(folders)} {change}. {unread}")
     busy = [(part.meta.get("headline") or {}).get("times") or {} for part in folders]

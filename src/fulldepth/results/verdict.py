@@ -12,6 +12,7 @@ import pandas as pd
 from fulldepth.core.number_format import plus_minus, rounded
 from fulldepth.core.uncertainty import (
     FEWEST_CLUSTERS,
+    FEWEST_EFFECTIVE,
     GROUPS,
     SIGNIFICANT,
     Difference,
@@ -287,6 +288,9 @@ def difference_in_words(gap: Difference, other: str, units: str) -> str:
     if not math.isfinite(gap.standard_error):
         too_few = f"an error takes {FEWEST_CLUSTERS} {units}, these are {gap.documents}"
         return f"{gap.mean:+.4f} against {other} ({too_few})"
+    if gap.groups < FEWEST_EFFECTIVE:
+        no_error = f"one of {gap.documents} {units} has nearly all tokens: no error is stated"
+        return f"{gap.mean:+.4f} against {other} ({no_error})"
     if gap.mean == gap.reach == 0:
         return f"no difference from {other}, in none of {gap.documents} {units}"
     if not gap.measurable:
@@ -299,6 +303,8 @@ def difference_in_words(gap: Difference, other: str, units: str) -> str:
 
 def difference_finding(gap: Difference, sentence: str, units: str) -> Finding:
     """A difference of losses on a number of `units` with its error, explained by a sentence."""
-    if math.isfinite(gap.standard_error):
-        return Finding(gap.mean, "nats", sentence, standard_error=gap.standard_error)
-    return Finding(gap.mean, "nats", sentence, no_standard_error=f"too few {units}")
+    if not math.isfinite(gap.standard_error):
+        return Finding(gap.mean, "nats", sentence, no_standard_error=f"too few {units}")
+    if gap.groups < FEWEST_EFFECTIVE:
+        return Finding(gap.mean, "nats", sentence, no_standard_error="one has nearly all tokens")
+    return Finding(gap.mean, "nats", sentence, standard_error=gap.standard_error)

@@ -126,7 +126,8 @@ def bench(
         of the processor that other programs used), `peak_memory` (weights and all other live tensors; not of
         llama.cpp), `parameter_bytes`, `kv_bytes_per_token` (of the cache after the last token), and with data `loss`
         (`mean`: nats per token on the same held-out sequences for every model, `count` tokens; `difference_stderr`:
-        standard error of the difference to the original over `count` documents). The loss of a model is the mean of
+        standard error of the difference to the original over `count` documents; `difference_groups`: the number of
+        groups for Student's t by which it is measurable). The loss of a model is the mean of
         `-log q(token)` over all labelled tokens. Differences are paired, on the same tokens; the cluster of their
         standard error is the document (`uncertainty.ratio_error`).
 

@@ -80,12 +80,12 @@ def heal(
         heldout: data to measure on; None = rows that did not choose the blocks are kept apart from `data`.
 
     Returns:
-        Rows with the column `model` (`original`, `removed`, `refitted`, and after training `trained` and `control`), on
-        the same held-out rows for every model: `loss` (`mean`: nats per token; `difference_stderr`: of the difference
-        to the original, over `count` documents), `kl` (`mean`: KL(original || model)) and `greedy_agreement` (`mean`:
-        share of tokens for which both predict the same next token). With tasks, `task_score` (site: the task;
-        statistic: its metric, and `difference_stderr`, of the difference to the original, paired by example) of the
-        original, the healed model and the control.
+        Rows with the column `model` (`original`, `removed`, `refitted`, and after training `trained` and `control`),
+        on the same held-out rows for every model: `loss` (`mean`: nats per token; `difference_stderr`: of the
+        difference to the original, over `count` documents; `difference_groups`: those for Student's t), `kl` (`mean`:
+        KL(original || model)) and `greedy_agreement` (`mean`: share of tokens for which both predict the same next
+        token). With tasks, `task_score` (site: the task; statistic: its metric, and `difference_stderr`, of the
+        difference to the original, paired by example) of the original, the healed model and the control.
 
     Raises:
         FulldepthError: as `fulldepth.skip.refit` and `export`; if `output` exists, or peft is needed and not installed.
