@@ -156,6 +156,11 @@ def test_the_sentence_on_the_larger_speed_up_is_that_of_the_stored_run():
     page = " ".join((DOCS / "results.md").read_text().split())
     assert "LAMBADA changes by {}, ARC-easy by {}, PIQA by {}".format(*said[0]) in page
     assert "healed on novels, change them by {}, {} and {}".format(*said[1]) in page
+    same_parts = runs["1.2", "rows of the tasks"]
+    assert same_parts["removed"] == by_novels["removed"]
+    scores = [same_parts["tasks"][name] for name in tasks]
+    healed = [f"{score['healed'] - score['original']:+.3f} ± {score['error']:.3f}" for score in scores]
+    assert "on rows of the tasks, the same twelve by {}, {} and {}".format(*healed) in page
     assert f"of what novels lose of LAMBADA {1 - changes[0][0] / changes[1][0]:.0%} are kept".replace("%", " %") in page
     for ours, theirs, error in zip(changes[0][1:], changes[1][1:], errors[0][1:], strict=True):
         assert theirs < ours
