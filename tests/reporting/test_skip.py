@@ -17,7 +17,16 @@ from fulldepth.core.uncertainty import Difference, score_reach
 from fulldepth.execution.heldout import HeldoutLosses
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.reporting.page import payload, render
-from fulldepth.reporting.skip import SkipPart, decoding, num_layers_of, parts, removals, timed_models, with_error
+from fulldepth.reporting.skip import (
+    SkipPart,
+    cost_and_saving,
+    decoding,
+    num_layers_of,
+    parts,
+    removals,
+    timed_models,
+    with_error,
+)
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import of_record
 from fulldepth.reporting.task_changes import task_change_tables, task_sentences
@@ -29,8 +38,8 @@ from fulldepth.skip.curve import curve
 from fulldepth.skip.exports.export import export
 from fulldepth.skip.search import search
 from refusals import refused
-from reporting import skip_folders, synthetic
 from reporting import skip_folders as folders
+from reporting import synthetic
 from reporting.plotted import joined
 from reporting.synthetic import payload_of, row
 from skip.test_curve import pairs
@@ -377,23 +386,32 @@ def test_a_note_explains_shown_columns_only():
         assert shown == {*columns} & {*table.columns}
 
 
-def test_an_added_loss_is_measurable_by_students_t_of_its_documents():
-    """2.22 standard errors are measurable of 100 documents, and not of eight."""
-    for documents in (8, 100):
-        results = folders.bench()
-        losses = {"base": 3.0, "other": 3.0222}  # the fastest one
-        tables = [tabulate([row("loss", None, loss, "mean", "model")], model=name) for name, loss in losses.items()]
-        error = row("loss", None, 0.01, "difference_stderr", "model", count=documents)
-        table = pd.concat([results.table, *tables, tabulate([error], model="other")], ignore_index=True)
-        [sentence] = decoding([SkipPart("", "bench", table, results.meta)])
-        expected = Difference(0.0222, 0.01, 0.01, documents, documents, 0.1)
-        assert "loss added: +0.0222 ± 0.01 nats" in sentence
-        assert ("no measurable difference" in sentence) is not expected.measurable
+@pytest.mark.parametrize(("documents", "groups"), [(8, None), (100, None), (100, 3.0)])
+def test_an_added_loss_is_measurable_by_students_t_of_its_documents(documents, groups):
+    """2.22 standard errors are measurable of 100 documents, and not of eight, nor where three have nearly all tokens.
+
+    Tables of earlier versions do not state `difference_groups`: all of their documents count.
+    """
+    results = folders.bench()
+    losses = {"base": 3.0, "other": 3.0222}  # the fastest one
+    tables = [tabulate([row("loss", None, loss, "mean", "model")], model=name) for name, loss in losses.items()]
+    rows = [row("loss", None, 0.01, "difference_stderr", "model", count=documents)]
+    if groups is not None:
+        rows.append(row("loss", None, groups, "difference_groups", "model", count=documents))
+    table = pd.concat([results.table, *tables, tabulate(rows, model="other")], ignore_index=True)
+    part = SkipPart("", "bench", table[table["model"].isin(losses)], results.meta)
+    [sentence] = decoding([part])
+    cost = cost_and_saving([part])[0]
+    expected = Difference(0.0222, 0.01, 0.01, documents, documents, 0.1, independent=groups)
+    assert "loss added: +0.0222 ± 0.01 nats" in sentence
+    assert "changes the held-out loss by +0.0222 ± 0.01 nats" in cost
+    for text in (sentence, cost):
+        assert ("no measurable difference" in text) is not expected.measurable
 
 
 def test_decoding_is_shown_in_milliseconds_a_token():
-    """`skip_folders.bench` decodes a token of one sequence in 2 ms with the original."""
-    bench = skip_folders.bench()
+    """`folders.bench` decodes a token of one sequence in 2 ms with the original."""
+    bench = folders.bench()
     shown = {model.name: model.decoding for model in timed_models([SkipPart("", "bench", bench.table, bench.meta)])}
     seconds = bench.table.query("measure == 'decode_time' and batch == 1").groupby("model")["value"].median()
     assert shown == pytest.approx({str(name): 1000 * value for name, value in seconds.items()})
