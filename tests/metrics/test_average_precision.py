@@ -8,6 +8,8 @@ from fulldepth.metrics import AveragePrecision, Detections, Observation, Setup, 
 from metrics.oracle import jackknife
 
 CLASSES, QUERIES = 3, 12
+BOX = [0.25, 0.25, 0.2, 0.2]
+MISS = [0.75, 0.25, 0.2, 0.2]
 
 
 def scene(random, objects):
@@ -53,11 +55,12 @@ def test_examples_by_hand():
     got = average_precision([certain((0.9, 0))], [shifted], [one])
     assert (got["ap50"], got["ap75"]) == pytest.approx((1.0, 0.0))
     assert got["ap"] == pytest.approx(0.3)
-    # a detection on a crowd is neither right nor wrong; without the crowd it halves the precision
+    # two detections on a crowd are neither right nor wrong; on an object, the second is a miss; on nothing, both are
+    order = [certain((0.8, 0), (0.9, 0), (0.85, 0))], [boxes[[0, 2, 2]]]
     group = {**target, "crowd": torch.tensor([False, True])}
-    order = [certain((0.8, 0), (0.9, 0))], [boxes[[0, 2]]]
     assert average_precision(*order, [group])["ap50"] == pytest.approx(1.0)
-    assert average_precision(*order, [one])["ap50"] == pytest.approx(0.5)
+    assert average_precision(*order, [target])["ap50"] == pytest.approx((51 * 1 + 50 * 2 / 3) / 101)
+    assert average_precision(*order, [one])["ap50"] == pytest.approx(1 / 3)
 
 
 def test_images_and_classes_by_hand():
@@ -98,12 +101,6 @@ def test_the_accumulator_reads_every_layer_whatever_the_batches():
             expected |= {(number, name): value, (number, f"standard_error_of_{name}"): pytest.approx(error)}
     assert {(row.layer, row.statistic): row.value for row in found} == expected
     assert {row.count for row in found} == {sum(int((~target["crowd"]).sum()) for target in targets)}
-
-
-BOX = [0.25, 0.25, 0.2, 0.2]
-
-
-MISS = [0.75, 0.25, 0.2, 0.2]
 
 
 def logits(*rows):
