@@ -56,6 +56,8 @@ PARTS = {"1.1": EIGHT, "1.2": [*EIGHT, "mlp 17", "layer 15", "layer 5", "attenti
 """Target speed-up -> what a search on novels removes for it: the choice of the tutorial, and its first eight parts."""
 SPEEDUP = {"target_speedup": 1.1, "context": 128, "pool": 12}
 EIGHT_ATTENTIONS = {"blocks": 8, "pool": 12}
+ASKED = {*SPEEDUP, *EIGHT_ATTENTIONS}
+"""What only a search is told."""
 CHOSEN_ON: dict[str, tuple[str, dict[str, Any]]] = {
     "8 attentions by novels": ("novels", EIGHT_ATTENTIONS),
     "8 attentions by own chat": ("own chat", EIGHT_ATTENTIONS),
@@ -207,10 +209,21 @@ class Bench:
             text, asked = CHOSEN_ON[target]
             heldout = self.task_rows(seed) if text == "tasks" else self.data(text, seed)
             options |= {"max_sequences": CHOOSING_ROWS, "heldout": heldout, "seed": seed, "progress": True, **asked}
+            found = self.found_before(target, seed)
+            if found:
+                options |= {"given": found, "granularity": "any"}
+                options = {name: value for name, value in options.items() if name not in ASKED}
             data = None
         if not (folder / "plan.json").exists():
             search(MODEL, data, output=folder, resume=folder.exists(), **options)
         return folder / "plan.json"
+
+    def found_before(self, target: str, seed: int) -> list[str]:
+        """What a search has found for a target whose run is stored, so that no search is made twice; or nothing."""
+        for line in stored_lines(self.file):
+            if (line["target"], line["seed"]) == (target, seed) and line["removed"]:
+                return list(line["removed"])
+        return []
 
     def train_original(self, target: str, text: str, seed: int, output: Path) -> None:
         """Train the original on the rows that the target's model is healed on, with the settings of `heal`."""
