@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from pandas.testing import assert_frame_equal
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny_models
 from fulldepth.architectures import SKIPPED
@@ -252,6 +253,51 @@ def test_a_run_does_not_go_on_with_other_data_or_another_model(changed, recipe, 
     with refused(f"The {name} differs: {before[name][:19]}"):
         train(chosen, run, resume=True)
     assert not (run / "checkpoint-2").exists()
+
+
+def small_llama(seed):
+    """Of the recipe's vocabulary."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**{**tiny_models.DECODER, "vocab_size": 400}))
+
+
+@pytest.mark.parametrize("replaced", [None, "text", "validation", "start", "teacher"])
+def test_a_run_goes_on_where_its_data_and_models_have_moved(replaced, recipe, sources, tmp_path):
+    """Named by other paths, with the same contents; other contents under the new names are refused."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    for name in ("text", "validation"):
+        before.mkdir(exist_ok=True)
+        shutil.copy(sources[0], before / f"{name}.jsonl")
+    for seed, name in enumerate(("start", "teacher")):
+        small_llama(seed).save_pretrained(before / name)
+
+    def chosen(folder):
+        data = {"name": str(folder / "text.jsonl"), "validation": str(folder / "validation.jsonl")}
+        objective = {"distillation": {"teacher": str(folder / "teacher"), "weight": 0.5}}
+        return settings(
+            recipe(
+                **{**SHORT, "steps": 4, "data": data, "objective": objective},
+                model={"checkpoint": str(folder / "start")},
+            )
+        )
+
+    train(chosen(before), tmp_path / "whole")
+    again = interrupted(tmp_path / "whole", 4, tmp_path / "again")
+    before.rename(after)
+    if replaced in ("text", "validation"):
+        rows = (after / f"{replaced}.jsonl").read_text().splitlines()
+        (after / f"{replaced}.jsonl").write_text("\n".join(rows[::-1]) + "\n")
+    elif replaced is not None:
+        small_llama(seed=2).save_pretrained(after / replaced)
+    if replaced is None:
+        train(chosen(after), again, resume=True)
+        assert same(again, tmp_path / "whole", 4)
+        with refused(r"data.name was .*text.jsonl', is .*absent.jsonl'"):
+            train(settings(recipe(**SHORT, data={"name": str(after / "absent.jsonl")})), again, resume=True)
+    else:
+        name = {"start": "model to start from", "teacher": "teacher"}.get(replaced, "training data")
+        with refused(f"The {name} differs"):
+            train(chosen(after), again, resume=True)
 
 
 def test_the_hash_of_conversations_is_of_what_is_read():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import islice
+from os.path import commonprefix
 from typing import Any
 
 MOST_NAMES = 100
@@ -18,6 +20,14 @@ FULL_DISK = ("No space left", "Disk quota exceeded", "iostream error", "unexpect
 """Parts of messages of libraries when a disk is full; `torch.save` (the last three) does not state the reason."""
 MORE = 40
 """Characters reserved for the note on omitted lines."""
+
+
+MOST_DIFFERENCES = 4
+"""Largest number of entries that a list of differences names."""
+MOST_OF_A_VALUE = 70
+"""Maximum length of a value in a list of differences, in characters."""
+BEFORE = 15
+"""Characters before the first difference of two long values that are shown."""
 
 
 class FulldepthError(ValueError):
@@ -85,6 +95,24 @@ def one_line(text: object, most: int = 400) -> str:
     """`text` on one line of at most `most` printable characters; `…` marks an omission."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[: 16 * most]).split())
     return shortened(line, most)
+
+
+def differences(before: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """`seed was 0, is 1` for the first entries in which plain values differ from a stored document, else empty.
+
+    Of two long values, such as paths in one folder, the common beginning is left out.
+    """
+    current = json.loads(json.dumps(dict(current)))
+    names = sorted(name for name in {*before, *current} if before.get(name) != current.get(name))
+    sentences = []
+    for name in names[:MOST_DIFFERENCES]:
+        values = [repr(before.get(name)), repr(current.get(name))]
+        if max(map(len, values)) > MOST_OF_A_VALUE:
+            common = len(commonprefix(values))  # noqa: RUF071
+            values = [f"…{value[common - BEFORE :]}" if common > 2 * BEFORE else value for value in values]
+        was, is_now = (one_line(value, MOST_OF_A_VALUE) for value in values)
+        sentences.append(f"{one_line(name, 60)} was {was}, is {is_now}")
+    return "; ".join(sentences) + ("; ..." if len(names) > MOST_DIFFERENCES else "")
 
 
 def shortened(text: str, most: int) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, differences, one_line
 from fulldepth.core.files import write_text
 from fulldepth.core.number_format import plus_minus
 from fulldepth.data.examples import is_seeded_fifth, units
@@ -45,7 +45,7 @@ from fulldepth.skip.exports.formats import FORMATS
 from fulldepth.skip.least_squares import Healing, format_for
 from fulldepth.skip.own_text import FILE as OWN_TEXT
 from fulldepth.skip.own_text import NOTES as OWN_NOTES
-from fulldepth.skip.plan import HEALED, UNHEALED, Plan, differences, in_sample, listing
+from fulldepth.skip.plan import HEALED, UNHEALED, Plan, in_sample, listing
 from fulldepth.skip.tasks import CONTROL, ORIGINAL, TaskComparison
 from fulldepth.subject import open_checkpoint
 

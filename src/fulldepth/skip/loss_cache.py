@@ -19,13 +19,13 @@ import pydantic
 from pydantic import Field, JsonValue
 
 from fulldepth.core.distributed import Processes
-from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, differences, one_line
 from fulldepth.core.files import read_document, sha256_of, write_text
 from fulldepth.core.progress import Watcher
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED, ScoredBatch, Scorer
 from fulldepth.settings import Settings
-from fulldepth.skip.plan import Amount, Factors, differences
+from fulldepth.skip.plan import Amount, Factors
 
 PROGRESS = "progress.json"
 """File with the progress of a search."""

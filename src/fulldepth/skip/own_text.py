@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import JsonValue, NonNegativeInt
 
-from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.errors import FulldepthError, differences, one_line
 from fulldepth.core.files import append_text, read_document, reading, sha256_of, write_text
 from fulldepth.core.progress import Watcher
 from fulldepth.data.columns import CUT_OFF, END
@@ -26,7 +26,6 @@ from fulldepth.data.tokens import check_positions, plain_ids
 from fulldepth.hf import end_tokens
 from fulldepth.settings import Settings
 from fulldepth.settings.search import HeldoutSettings
-from fulldepth.skip.plan import differences
 from fulldepth.skip.problem import read_data
 from fulldepth.skip.sampling import answered_pair, check_writes, continuations, split_end, written_text
 from fulldepth.subject import Subject

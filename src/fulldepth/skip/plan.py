@@ -374,15 +374,6 @@ def name_of(pick: Collection[Block], granularity: str) -> int | str:
     return layer if granularity != "any" else f"{part if len(pick) == 1 else 'layer'} {layer}"
 
 
-def differences(before: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """`seed was 0, is 1` for the first entries in which plain values differ from a stored document, else empty."""
-    current = json.loads(json.dumps(dict(current)))
-    return "; ".join(
-        f"{one_line(name, 60)} was {one_line(repr(before.get(name)), 80)}, is {one_line(repr(current.get(name)), 80)}"
-        for name in sorted(name for name in {*before, *current} if before.get(name) != current.get(name))[:4]
-    )
-
-
 def decided(plan: Plan) -> str | None:
     """Return the use that a plan made of its held-out rows, such as `chose the blocks`; None if it made none."""
     decisions = [] if plan.search in UNSEEING else ["chose the blocks"]

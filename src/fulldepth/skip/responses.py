@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import JsonValue
 from transformers import PreTrainedModel
 
-from fulldepth.core.errors import FulldepthError
+from fulldepth.core.errors import FulldepthError, differences
 from fulldepth.core.files import read_document, sha256_of, sha256_of_file, write_text
 from fulldepth.core.progress import Watcher
 from fulldepth.data.conversations import Prompt, as_prompt, conversation_prompts, encode_prompt, messages_and_tools
@@ -22,7 +22,6 @@ from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.layers import SET, Applies
 from fulldepth.settings.loading import Amount, Length, Seed
-from fulldepth.skip.plan import differences
 from fulldepth.skip.sampling import answered_pair, check_writes, continuations, split_end
 from fulldepth.subject import Subject
 

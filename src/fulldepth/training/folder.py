@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from fulldepth.core.distributed import current
-from fulldepth.core.errors import FulldepthError, StoppedError, is_disk_full, one_line
+from fulldepth.core.errors import FulldepthError, StoppedError, differences, is_disk_full, one_line
 from fulldepth.core.files import Fingerprint, atomic, locked, read_json, reading, validated
 from fulldepth.core.number_format import bytes_in_words
 from fulldepth.core.progress import Watcher
@@ -77,6 +77,8 @@ OF_OTHERS = (
 """Patterns of files from other commands."""
 OF_RUNS = (DOCUMENT, TABLE, PAGE, "checkpoint-*", TOKENIZER)
 """Patterns of files of a run. Without the run's settings beside them, they belong to something else."""
+READ_BY_A_RUN = ("data.name", "data.validation", "data.tokens", "model.checkpoint", "objective.distillation.teacher")
+"""Settings that name what a run reads. A resumed run may name it by another path: `check_origin` compares contents."""
 RECORD = "record.parquet"
 """File in a checkpoint: the rows of the run's results up to its step."""
 NOT_THE_MODEL = (
@@ -127,15 +129,16 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
             raise FulldepthError(f"{folder} already holds a run. Resume it (--resume), or choose another --output.")
         saved = _flat(saved_settings(folder).model_dump(mode="json"))
         requested = _flat(settings.model_dump(mode="json"))
-        different = [
-            f"{one_line(key, 60)} was {one_line(repr(saved.get(key)), 60)}, is {one_line(repr(requested.get(key)), 60)}"
-            for key in sorted(saved.keys() | requested.keys())
-            if saved.get(key) != requested.get(key) and key not in MAY_DIFFER
-        ]
-        if different:
+        free = {
+            key
+            for key in saved.keys() | requested.keys()
+            if key in MAY_DIFFER or _may_have_moved(key, saved.get(key), requested.get(key))
+        }
+        fixed = ({key: value for key, value in flat.items() if key not in free} for flat in (saved, requested))
+        if different := differences(*fixed):
             raise FulldepthError(
-                f"{folder} holds a run with other settings: {'; '.join(different[:4])}"
-                f"{'; ...' if len(different) > 4 else ''}. Resume it with its own settings, or choose another --output."
+                f"{folder} holds a run with other settings: {different}. Resume it with its own settings, or choose "
+                "another --output."
             )
         document: Any = None
         with suppress(FulldepthError):  # absent or unreadable results are written anew
@@ -249,6 +252,12 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _may_have_moved(key: str, saved: Any, requested: Any) -> bool:
+    """Return True for two names of what a run reads of which the second is a local path."""
+    is_named_twice = isinstance(saved, str) and isinstance(requested, str)
+    return is_named_twice and key in READ_BY_A_RUN and Path(requested).expanduser().exists()
+
+
 def check_origin(
     settings: TrainSettings,
     data: str,
@@ -281,8 +290,10 @@ def check_origin(
         "order of the data": f"{ORDER} {settings.seed}",
         "model configuration": configuration_hash(model, REMOVED),
     }
-    if settings.lora.rank:  # a checkpoint does not hold these weights
+    if settings.model.checkpoint is not None:  # which may have moved; with adapters, no checkpoint of the run holds it
         origin["model to start from"] = model_hash(model)
+        if not settings.lora.rank:  # earlier versions do not state it
+            before = {"model to start from": origin["model to start from"], **before}
     if teacher is not None:
         origin["teacher"] = str(Fingerprint(f"{configuration_hash(teacher, REMOVED)} {model_hash(teacher)}"))
         before = {"teacher": origin["teacher"], **before}  # earlier versions do not state it
