@@ -33,6 +33,7 @@ def test_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
         ("exit MODEL --data TEXT --threshold 0,0.5", "threshold"),
         ("exit MODEL --data TEXT --set min_layer=9", "min_layer is 9"),
         ("exit MODEL --data TEXT --target-accuracy-drop -0.1", "target_accuracy_drop"),
+        ("exit MODEL --data TEXT --set calibration_share=0.3", "calibration_share has no effect without --target-accu"),
         ("exit MODEL", "--data"),
         ("exit export MODEL --layers 9", "first 9"),
         ("exit export MODEL --layers 2 --effective-depth 0.1", "--layers or --effective-depth, got both"),

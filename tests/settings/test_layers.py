@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from fulldepth.settings import Settings, assignments, layer, names, read
 from fulldepth.settings.evaluate import EvaluateSettings
+from fulldepth.settings.exit import ExitSettings
 from fulldepth.settings.layers import assigned
 from fulldepth.settings.search import CurveSettings, SearchSettings
 from fulldepth.settings.strict_yaml import as_yaml
@@ -93,6 +94,14 @@ def test_a_single_value_of_a_list_is_a_list_of_one():
     for wrong in ({"numbers": "0.5,x"}, {"numbers": True}, {"choices": "c"}, {"choices": ""}):
         with refused(next(iter(wrong))):
             layer(Lists, wrong)
+
+
+def test_a_limit_of_zero_is_a_limit():
+    """0 switches off what is counted; of an accuracy it allows no loss at all."""
+    settings = layer(ExitSettings, {"target_accuracy_drop": 0, "calibration_share": 0.25})
+    assert (settings.target_accuracy_drop, settings.calibration_share) == (0.0, 0.25)
+    with refused("max-new-tokens has no effect with --set prompts=0"):
+        layer(ExitSettings, {"prompts": 0, "max_new_tokens": 3})
 
 
 def test_settings_are_frozen_and_their_resolved_copy_loads_again():

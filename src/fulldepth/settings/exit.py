@@ -27,7 +27,10 @@ class ExitSettings(LayerReadingSettings):
         "Data": READING,
         "Loading the model": LOADING,
     }
-    applies: ClassVar = (Applies(("max_new_tokens",), {"prompts": SET}),)
+    applies: ClassVar = (
+        Applies(("max_new_tokens",), {"prompts": SET}),
+        Applies(("calibration_share",), {"target_accuracy_drop": SET}),
+    )
 
     rule: list[Rule] = Field(default=["confidence"], min_length=1)
     """Comma-separated rules; what has to exceed the threshold: confidence (the largest probability), margin (its

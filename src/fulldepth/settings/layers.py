@@ -40,11 +40,17 @@ class Applies:
     names: tuple[str, ...]
     """These settings; `data.column` for one inside `data`."""
     beside: Mapping[str, tuple[str, ...]]
-    """The other setting, or a parameter of the command's function -> its values; `SET` = all but None, False and 0."""
+    """The other setting, or a parameter of the command's function -> its values; `SET` = a value that is set."""
 
 
 SET = ()
-"""In `Applies`: any value."""
+"""In `Applies`: any value but None, False, nothing and the whole number 0, each of which switches off. A limit of 0.0
+is a value."""
+
+
+def _is_set(value: Any) -> bool:
+    """Whether a setting is switched on, see `SET`."""
+    return isinstance(value, float) or bool(value)
 
 
 class NoEffectError(FulldepthError):
@@ -102,7 +108,7 @@ class Settings(pydantic.BaseModel):
         values = dict(self) | inside | parameters
         for entry in self.applies:
             if any(
-                other not in values or (values[other] in wanted if wanted else values[other])
+                other not in values or (values[other] in wanted if wanted else _is_set(values[other]))
                 for other, wanted in entry.beside.items()
             ):
                 continue
