@@ -49,7 +49,7 @@ is a value."""
 
 
 def _is_set(value: Any) -> bool:
-    """Whether a setting is switched on, see `SET`."""
+    """Return True if a setting is switched on, see `SET`."""
     return isinstance(value, float) or bool(value)
 
 
