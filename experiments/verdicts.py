@@ -31,6 +31,10 @@ POWER = (
     "in the claimed direction. Both are counted from the margin of a claim that has one. Five seeds see effects of "
     "about 1.4 standard deviations (80 % power)."
 )
+GLANCE = (
+    "A column for each pool of runs, which the sections below describe. A verdict with its number of seeds is an "
+    "indication; not judged, for the reason stated below its pool's table; empty where a claim is not about the pool."
+)
 Runs = dict[str, dict[int, dict[str, Any]]]
 """Arm -> seed -> numbers."""
 
@@ -196,29 +200,65 @@ def verdict(judged: Judged, adjusted: float) -> str:
     return word if judged.seeds >= FEWEST else f"{word} (indication, {judged.seeds} seeds)"
 
 
-def table_of(pool: str, runs: Runs) -> list[str]:
-    """The table of a pool's judged claims, and why the others were not judged, as lines of Markdown."""
-    every = [
-        judge(paper, name, claim, runs, pool)
+def claimed_in(pool: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """Paper, name and entry of the claims that are made of a pool."""
+    return [
+        (paper, name, claim)
         for paper, own in CLAIMS["papers"].items()
         for name, claim in own.items()
         if pool in CLAIMS["pools"][claim.get("pools", "scratch")]
     ]
-    over_all = iter(holm([judged.p for judged in every if judged.p is not None]))
-    rows = []
+
+
+def adjusted_in_papers(every: Sequence[Judged]) -> dict[tuple[str, str], float]:
+    """Paper and name of the claims of a pool that were tested -> p after Holm's correction within the paper."""
+    adjusted = {}
     for paper in CLAIMS["papers"]:
         own = [judged for judged in every if judged.paper == paper and judged.p is not None]
-        for judged, adjusted in zip(own, holm([judged.p for judged in own]), strict=True):
-            cells = [
-                judged.claim["sentence"],
-                verdict(judged, adjusted),
-                f"{judged.mean:+.3g} ± {judged.deviation:.2g}",
-                f"{judged.bound:+.3g}",
-                probability(judged.p),
-                f"{probability(adjusted)}, {probability(next(over_all))}",
-                f"{paper}, {judged.name}: `{judged.claim['number']}`, {judged.seeds} seeds",
-            ]
-            rows.append(f"| {' | '.join(cells)} |")
+        for judged, p in zip(own, holm([judged.p for judged in own]), strict=True):
+            adjusted[paper, judged.name] = p
+    return adjusted
+
+
+def overview(pools: dict[str, Runs]) -> list[str]:
+    """The verdict on every claim in every pool, as lines of Markdown."""
+    words: dict[tuple[str, str, str], str] = {}
+    for pool, runs in pools.items():
+        every = [judge(*claimed, runs, pool) for claimed in claimed_in(pool)]
+        adjusted = adjusted_in_papers(every)
+        for judged in every:
+            of_test = adjusted.get((judged.paper, judged.name))
+            word = "not judged" if of_test is None else verdict(judged, of_test)
+            words[judged.paper, judged.name, pool] = word.replace("indication, ", "")
+    lines = [f"| paper | claim | {' | '.join(pools)} |", "|---" * (len(pools) + 2) + "|"]
+    for paper, own in CLAIMS["papers"].items():
+        for name, claim in own.items():
+            cells = [words.get((paper, name, pool), "") for pool in pools]
+            if any(cells):
+                lines.append(f"| {paper} | {claim['sentence']} | {' | '.join(cells)} |")
+    return lines
+
+
+def table_of(pool: str, runs: Runs) -> list[str]:
+    """The table of a pool's judged claims, and why the others were not judged, as lines of Markdown."""
+    every = [judge(*claimed, runs, pool) for claimed in claimed_in(pool)]
+    in_papers = adjusted_in_papers(every)
+    over_all = iter(holm([judged.p for judged in every if judged.p is not None]))
+    rows = []
+    for judged in every:
+        if judged.p is None:
+            continue
+        adjusted = in_papers[judged.paper, judged.name]
+        cells = [
+            judged.claim["sentence"],
+            verdict(judged, adjusted),
+            f"{judged.mean:+.3g} ± {judged.deviation:.2g}",
+            f"{judged.bound:+.3g}",
+            probability(judged.p),
+            f"{probability(adjusted)}, {probability(next(over_all))}",
+            f"{judged.paper}, {judged.name}: `{judged.claim['number']}`, {judged.seeds} seeds",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
     head = ["claim", "verdict", "difference", "bound", "p", "Holm: in the paper, over all", "what was compared"]
     table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows, ""] if rows else []
     reasons: dict[str, list[str]] = {}
@@ -334,6 +374,7 @@ def page_of(files: list[Path]) -> str:
     """The page on the runs in the files of one folder, as Markdown."""
     page = ["# Claims", "", __doc__.strip().splitlines()[-1], POWER, ""]
     pools = {path.stem: load(path) for path in files if not path.stem.endswith(".timed")}
+    page += ["## At a glance", "", GLANCE, "", *overview(pools), ""]
     for pool in COMPOSED:
         if pool in pools and compared_arms(pool, pools[pool]):
             page += composition(pool, pools[pool])

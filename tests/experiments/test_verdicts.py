@@ -57,6 +57,29 @@ def test_the_page_on_claims_is_made_of_the_stored_runs():
     )
 
 
+def test_the_overview_has_the_verdicts_of_the_tables():
+    """Read from the page: a claim that has no verdict in the table of a pool is not judged, or not about it."""
+    page = (ROOT / "docs" / "claims.md").read_text()
+    glance = page.split("## At a glance\n")[1].split("\n## ")[0]
+    head, _, *rows = [line.strip("| ").split(" | ") for line in glance.splitlines() if line.startswith("|")]
+    assert {row[1] for row in rows} <= {
+        claim["sentence"] for own in CLAIMS["papers"].values() for claim in own.values()
+    }
+    for column, pool in enumerate(head[2:], start=2):
+        section = page.split(f"## Pool {pool}\n")[1].split("\n## ")[0]
+        tested = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \| [+-]", section, re.MULTILINE))
+        assert tested
+        for row in rows:
+            sentence, word = row[1], (row + [""] * len(head))[column].strip(" |")
+            listed = any(
+                f"{row[0]}, {name}" in section
+                for name, claim in CLAIMS["papers"][row[0]].items()
+                if claim["sentence"] == sentence
+            )
+            expected = tested.get(sentence, "not judged" if listed else "").replace("indication, ", "")
+            assert word == expected, (pool, sentence)
+
+
 def test_the_readmes_table_is_made_of_the_stored_runs():
     readme = (ROOT / "README.md").read_text()
     runs = load(ROOT / "docs" / "claims" / "real.jsonl")
