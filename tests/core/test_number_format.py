@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulldepth.core.number_format import bytes_in_words, plus_minus
+from fulldepth.core.number_format import bytes_in_words, plus_minus, rounded, to_decimals
+from fulldepth.core.thresholds import degrees
 
 
 @given(st.floats(1e-9, 1e6))
@@ -49,3 +52,16 @@ def test_examples_of_bytes_in_words():
         "15.20 GB",
         "2.50 TB",
     ]
+
+
+def test_numbers_below_zero_and_small_ones():
+    assert [rounded(value) for value in (-51_234.4, -999.94, 0.12817)] == ["-51,234", "-999.9", "0.1282"]
+    assert [rounded(value, "+.3g") for value in (51_234.4, 0.5, -1000.0)] == ["+51,234", "+0.5", "-1,000"]
+    assert [to_decimals(value) for value in (0.0, 0.0004, 0.0006, 1.25)] == ["0.000", "below 0.0005", "0.001", "1.250"]
+
+
+@pytest.mark.parametrize("angle", [0.0, 16.3, 42.0, 90.0, 180.0])
+def test_the_angle_of_a_displacement(angle):
+    """Of two vectors at this angle."""
+    first, second = np.array([1.0, 0.0]), np.array([math.cos(math.radians(angle)), math.sin(math.radians(angle))])
+    assert degrees((1 - first @ second) / 2) == pytest.approx(angle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from fulldepth.core.uncertainty import (
     GROUPS,
     RISK,
+    advisable,
     bootstrap,
     crossing,
     deal,
@@ -30,6 +32,7 @@ from fulldepth.core.uncertainty import (
     ratio_influence,
     reach,
     sample,
+    share_interval,
     stated_groups,
 )
 from metrics.oracle import of_ratio
@@ -48,6 +51,15 @@ def test_a_sample_depends_on_the_items_not_on_their_order(values, limit, random)
     assert len(chosen) == min(limit, len(items)) == len(set(chosen))
     shuffled = random.sample(items, len(items))
     assert sorted(items[i] for i in chosen) == sorted(shuffled[i] for i in sample(shuffled, limit, seed=7))
+
+
+def test_equal_items_are_drawn_one_by_one():
+    """Of 400 items of which 200 are equal, 100 are drawn: the equal ones among them are hypergeometric."""
+    items = [identity("the same")] * 200 + [identity(number) for number in range(200)]
+    held = [sum(index < 200 for index in sample(items, 100, seed)) for seed in range(200)]
+    law = scipy.stats.hypergeom(400, 200, 100)
+    assert np.mean(held) == pytest.approx(law.mean(), abs=4 * law.std() / 200**0.5)
+    assert np.std(held) == pytest.approx(law.std(), rel=0.2)
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=200), st.randoms())
@@ -94,17 +106,32 @@ def test_the_interval_of_few_groups_is_students():
     assert quantile(5) == pytest.approx(scipy.stats.t(4).ppf(0.975))
 
 
-def test_the_interval_of_a_crossing_in_loops():
+@pytest.mark.parametrize("heavy", [False, True], ids=["alike", "one heavy group"])
+def test_the_interval_of_a_crossing_in_loops(heavy):
+    """Of groups of unlike weight as many count as Kish's effective number says."""
     rng = np.random.default_rng(4)
-    weights = rng.integers(1, 9, size=12).astype(float)
-    sums = weights[:, None] * np.linspace(0.3, -0.3, 20) + rng.normal(size=(12, 20))
-    far = scipy.stats.t(11).ppf(0.975) * ratio_error(sums, weights[:, None])
-    mean = sums.sum(0) / weights.sum()
-    maybe, sure = (next(i for i in range(20) if mean[i] + sign * far[i] <= 0) for sign in (-1, 1))
+    weights = np.r_[9.0, np.ones(11)] if heavy else rng.integers(1, 9, size=12).astype(float)
+    sums = weights[:, None] * np.linspace(0.3, -0.3, 20) + rng.normal(size=(12, 20)) * (0.3 if heavy else 1)
+    mean, error = sums.sum(0) / weights.sum(), ratio_error(sums, weights[:, None])
+
+    def ends(groups):
+        far = scipy.stats.t(groups - 1).ppf(0.975) * error
+        return tuple(next(i for i in range(20) if mean[i] + sign * far[i] <= 0) for sign in (-1, 1))
+
+    maybe, sure = ends(20**2 / (81 + 11) if heavy else 12)
     assert crossing(sums, weights) == (maybe, sure)
     assert maybe < sure
-    assert crossing(sums + 99, weights) == (19, 19)
+    assert ((maybe, sure) == ends(12)) is not heavy
+    assert crossing(sums + 99 * weights[:, None], weights) == (19, 19)
     assert crossing(sums[:2], weights[:2]) is None
+
+
+def test_a_bootstrap_draws_one_group_fewer_than_there_are():
+    """Against all draws of four of five groups, each as likely as the others."""
+    sums, weights = np.array([1.0, 2.0, 4.0, 8.0, 16.0]), np.array([1.0, 1.0, 2.0, 1.0, 3.0])
+    every = [sums[[*drawn]].sum() / weights[[*drawn]].sum() for drawn in itertools.product(range(5), repeat=4)]
+    expected = np.quantile(every, [0.025, 0.975], method="inverted_cdf")
+    assert bootstrap(lambda s, w: s / w, sums, weights, draws=50_000) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_crossing_is_covered_where_many_layers_are_near_the_threshold():
@@ -255,6 +282,16 @@ def test_the_interval_of_a_mean_of_documents_of_unequal_length_covers_the_truth(
     assert held["errors"] / 1000 == pytest.approx(by_errors, abs=0.03)
     assert held["interval"] / 1000 == pytest.approx(by_interval, abs=0.02)
     assert held["interval"] / 1000 >= 0.92
+
+
+@pytest.mark.parametrize("groups", [3, 9, 32])
+def test_advice_and_shares_by_students_t(groups):
+    """A lead beyond its reach is advised on; an interval of shares allows for one sample that was not seen."""
+    far = scipy.stats.t.isf(scipy.stats.norm.sf(2), groups - 1)
+    assert [advisable(far * 0.1 * part, 0.1, groups) for part in (0.99, 1.01, -2)] == [False, True, False]
+    assert not advisable(0.5, None, groups)
+    half = scipy.stats.t.ppf(0.975, groups - 1) * (0.03**2 + 1 / 40**2) ** 0.5
+    assert share_interval(0.2, 0.03, groups, 40) == pytest.approx((0.2 - half, 0.2 + half))
 
 
 def test_clusters_of_equal_weight_count_fully_and_one_heavy_cluster_alone():

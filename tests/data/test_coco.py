@@ -62,6 +62,13 @@ def test_a_hand_made_file_is_read_as_written(written):
     assert (first.image().size, second.image().size, len(second.objects.classes)) == ((40, 20), (20, 20), 0)
 
 
+def test_a_box_that_leaves_its_image_by_a_pixel_is_cut_off_at_every_edge(written):
+    boxes = {(-1.0, -0.5, 11.0, 5.5): (0, 0, 10, 5), (30.0, 15.0, 11.0, 5.5): (30, 15, 10, 5)}
+    for box, expected in boxes.items():
+        first, _ = open_source(written({"annotations.0.bbox": [*box]})).records
+        assert first.objects.boxes[0] == expected
+
+
 def test_the_layout_of_coco_is_found(written, tmp_path):
     path = written(folder="val2017")
     (tmp_path / "annotations").mkdir()
@@ -70,17 +77,19 @@ def test_the_layout_of_coco_is_found(written, tmp_path):
 
 
 DEFECTS = [
-    ({"annotations.1.image_id": 99}, "annotations[1] (id 2): image_id 99"),
-    ({"annotations.0.category_id": 3}, "annotations[0] (id 1): category_id 3"),
-    ({"annotations.0.bbox": [30, 5, 20, 10]}, "annotations[0]"),
-    ({"annotations.0.bbox": [3, 5, 0, 10]}, "annotations[0]"),
+    ({"annotations.1.image_id": 99}, "annotations[1] (id 2): image_id 99 is not among the images"),
+    ({"annotations.0.category_id": 3}, "annotations[0] (id 1): category_id 3 is not among the categories"),
+    *(
+        ({"annotations.0.bbox": box}, f"annotations[0] (id 1): the box {box} has no area, or is not inside its image")
+        for box in ([21.5, 5.0, 20.0, 10.0], [3.0, 5.0, 0.0, 10.0], [-1.5, 5.0, 20.0, 10.0], [3.0, 11.5, 9.0, 10.0])
+    ),
     ({"annotations.0.bbox": [3, 5, float("nan"), 10]}, "annotations[0] (id 1): bbox"),
     ({"annotations.0.iscrowd": 2}, "annotations[0] (id 1): iscrowd"),
     ({"annotations.0.image_id": "7"}, "annotations[0] (id 1): image_id is '7'"),
     ({"annotations.0": None}, "annotations[0]"),
     ({"images.1.file_name": "c.png"}, "images[1] (id 3)"),
-    ({"images.1.file_name": "../a.png"}, "images[1] (id 3)"),
-    ({"images.1.id": 7}, "images[1] (id 7)"),
+    ({"images.1.file_name": "../a.png"}, "images[1] (id 3): file_name is '../a.png', expected a relative path"),
+    ({"images.1.id": 7}, "images[1] (id 7): another image has the same id"),
     ({"images.1.width": None}, "images[1] (id 3): width"),
     ({"images.1": "a.png"}, "images[1]"),
 ]
@@ -101,7 +110,7 @@ BAD = [
     ({"categories": "dogs"}, "categories"),
     ({"categories.1.id": 18}, r"categories\[1\] \(id 18\)"),
     ({"categories.1.name": "\ud800"}, r"categories\[1\]"),
-    ({"images": [], "annotations": []}, "no images"),
+    ({"images": [], "annotations": []}, "holds no images without defects"),
     ("caf\u00e9".encode("latin-1"), "not valid JSON"),
     (b"[]", "not in COCO's format"),
     (b'[{"text": "a"}]', "Rows of other data belong into a .jsonl file, one object on a line"),
