@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+from math import ceil, isqrt
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,6 +47,43 @@ def test_the_order_is_fixed_for_all_time():
     """A resumed run relies on it: a change needs another name (`ORDER`)."""
     assert ShuffledSampler(10, seed=0).indices(0, 20).tolist() == FIXED
     assert ShuffledSampler(LARGE, seed=7).indices(3, 6).tolist() == FIXED_LARGE
+
+
+def mixed(value, key):
+    """Multiplications and shifts of a 64-bit number."""
+    value ^= key
+    for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
+        value = value * multiplier % 2**64
+        value ^= value >> 32
+    return value * 0xBF58476D1CE4E5B9 % 2**64
+
+
+def described(size, seed):
+    """The first epoch in whole numbers: sorted by a hash up to 256 items, else eight rounds on pairs of remainders."""
+    digests = [hashlib.sha256(f"feistel-1 {seed} 0 {number}".encode()).digest() for number in range(8)]
+    keys = [int.from_bytes(digest[:8], "little") for digest in digests]
+    if size <= 256:
+        return sorted(range(size), key=lambda item: mixed(item, keys[0]))
+    rows = isqrt(size - 1) + 1
+    columns = ceil(size / rows)
+    order = []
+    for item in range(size):
+        while True:
+            sides = [*divmod(item, columns)]
+            for number, key in enumerate(keys):
+                changed, modulus = number % 2, (rows, columns)[number % 2]
+                drawn = (mixed(sides[1 - changed], key) >> 32) * modulus >> 32
+                sides[changed] = (sides[changed] + drawn) % modulus
+            item = sides[0] * columns + sides[1]
+            if item < size:
+                break
+        order.append(item)
+    return order
+
+
+@pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 1000])
+def test_the_order_is_the_one_that_is_described(size):
+    assert ShuffledSampler(size, seed=3).indices(0, size).tolist() == described(size, 3)
 
 
 def test_a_large_order_looks_random():

@@ -72,6 +72,21 @@ def test_a_model_inside_another_has_no_precision_in_the_configurations_hash():
     assert hashed(torch.float32) != expected
 
 
+def test_entries_that_are_named_do_not_count_wherever_they_are():
+    """As the mark of removed branches, which a run adds to the configuration of what it starts from."""
+    model = build("llama")
+    expected = configuration_hash(model, "mark")
+    model.config.mark = True
+    model.config.inner = {"mark": 3}
+    assert configuration_hash(model, "mark", "inner") == expected
+    with_inner = configuration_hash(model, "mark")
+    model.config.inner = {"mark": 4}
+    assert configuration_hash(model, "mark") == with_inner != expected
+    assert configuration_hash(model) != with_inner
+    model.config.eos_token_id = 7
+    assert configuration_hash(model, "mark") == with_inner
+
+
 def test_hash_of_every_other_weight():
     """One number anywhere, by one unit in the last place: another hash."""
     model = build("gpt2")

@@ -11,7 +11,7 @@ import transformers as tf
 
 from families import zoo
 from fulldepth import exit
-from fulldepth.hf.promises import PREDICTORS
+from fulldepth.hf.promises import PREDICTORS, withdraw_promises
 from fulldepth.settings.train import ModelSettings
 from fulldepth.skip.exports.export import export
 from fulldepth.training.model import build_config
@@ -50,3 +50,10 @@ def test_all_names_of_transformers_are_known():
         names = (*inspect.signature(kind.__init__).parameters, *kind.attribute_map)
         promised = {name for name in names if re.fullmatch(r"num_.*(mtp|nextn|medusa|eagle).*", name)}
         assert promised <= set(PREDICTORS), kind
+
+
+@pytest.mark.parametrize("weight", ["model.mtp.0.proj.weight", "model.layers.3.nextn_embed.weight", "mtp_head.weight"])
+def test_a_model_that_holds_such_layers_keeps_its_promise(weight):
+    config = tf.AutoConfig.for_model("glm4_moe", num_nextn_predict_layers=2)
+    assert withdraw_promises(config, ["model.norm.weight", weight]) == []
+    assert config.num_nextn_predict_layers == 2

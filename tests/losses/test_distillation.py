@@ -56,22 +56,23 @@ def other(name="llama"):
     return shaken(BUILDERS[name]().double().train())
 
 
-def plain(model, teacher, batch, weight):
+def plain(model, teacher, batch, weight, temperature=1.0):
     """The mixed loss with whole logits."""
     output, labels = model(**batch), batch["labels"][:, 1:]
     with torch.no_grad():
         expected = teacher(**batch).logits
-    p, q = (each[:, :-1][labels != -100].softmax(-1) for each in (expected, output.logits))
-    return (1 - weight) * output.loss + weight * (p * (p / q).log()).sum(-1).mean()
+    p, q = ((each[:, :-1][labels != -100] / temperature).softmax(-1) for each in (expected, output.logits))
+    return (1 - weight) * output.loss + weight * temperature**2 * (p * (p / q).log()).sum(-1).mean()
 
 
-@pytest.mark.parametrize(("student", "teacher"), [("llama", "gemma2"), ("gpt2", "llama")])
-def test_a_model_learns_from_labels_and_teacher(student, teacher):
+@pytest.mark.parametrize(
+    ("student", "teacher", "temperature"), [("llama", "gemma2", 1.0), ("gpt2", "llama", 1.0), ("gpt2", "llama", 2.5)]
+)
+def test_a_model_learns_from_labels_and_teacher(student, teacher, temperature):
     """Gemma 2 caps its logits; the batch is padded."""
     model, source, batch = build(student), other(teacher), collate(examples("llama"))
-    parts = same_step(
-        model, plain(model, source, batch, 0.3), Objective(distillation={"teacher": source, "weight": 0.3}), batch
-    )
+    options = {"teacher": source, "weight": 0.3, "temperature": temperature}
+    parts = same_step(model, plain(model, source, batch, 0.3, temperature), Objective(distillation=options), batch)
     assert parts["distillation"] > 0.1
     assert source.training
     assert all(weight.requires_grad and weight.grad is None for weight in source.parameters())
