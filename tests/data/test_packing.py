@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import BertJapaneseTokenizer
 
-from data.conftest import jsonl
+from data.conftest import jsonl, splitting
 from fulldepth.core.progress import Watcher
 from fulldepth.data import Documents, pack, packing, train_tokenizer
 from fulldepth.data.packing import Encoder
@@ -263,3 +263,10 @@ def test_bad_folders_and_tokenizers_are_refused(tmp_path, number_tokenizer, bare
         file.write(b"x")
     refuse(r"a\.ds", tokens=tmp_path / "tokens")
     refuse("gone", tokens=tmp_path / "gone")
+
+
+@pytest.mark.parametrize("highest", [2**16 - 1, 2**16])
+def test_ids_that_two_bytes_do_not_hold_take_four(highest, tmp_path):
+    words = splitting({"[UNK]": 0, "[EOS]": EOS, "last": highest}, eos_token="[EOS]")
+    packed = pack(["last last"] * 4, words, sequence_length=3, validation_share=0.0, cache=tmp_path)
+    assert listed(packed.train) == [[highest, highest, EOS]] * 4

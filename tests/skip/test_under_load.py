@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -112,6 +112,8 @@ def test_rates_and_ratios_are_those_of_the_rounds(files, asked, tmp_path):
     assert sentence.startswith("Most tokens per second in llama.cpp: at 1 client thin.gguf, 1.1")
     assert "; at 4 clients deep.gguf, 1.13 (1.13 to 1.14) times thin.gguf." in sentence
     assert f"at 1 client {first:.2f}" in results.headline["rate_ratio thin.gguf"]["sentence"]
+    for name in ("rate_ratio", "first_token_ratio"):
+        assert results.headline[f"{name} thin.gguf"]["value"] == value(results, name, "median", "thin.gguf", 4)
     page = payload_of(Results.load(tmp_path / "out"))
     assert page["story"]["sentences"] == [sentence]
     assert list(page["figures"]) == ["under_load"]
@@ -198,19 +200,27 @@ def test_llama_cpp_serves_as_many_clients_as_it_has_slots(files, monkeypatch):
             served.serve([[5] * 400], 5, 1)
 
 
+def test_the_time_to_the_first_token_is_that_of_the_first_of_several(monkeypatch):
+    """A clock that is a second later at each reading: the start, each request, its three tokens, the end."""
+    clock = itertools.count()
+    monkeypatch.setattr("fulldepth.execution.serving.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    model = SimpleNamespace(stream=lambda prompt, count, arrived: [arrived(None) for _ in range(count)])
+    assert LlamaServer(model).serve([[5], [6]], 3, 1) == Load(9, [1, 1])
+
+
 class Engine:
     """An engine with vLLM's interface: a token for every running request in each step."""
 
-    def __init__(self):
-        self.left, self.most, self.prompts = {}, 0, []
+    def __init__(self, short=0):
+        self.left, self.most, self.prompts, self.steps, self.short = {}, 0, [], 0, short
 
     def add_request(self, name, prompt, sampling):
-        self.left[name] = sampling.max_tokens
+        self.left[name] = sampling.max_tokens - self.short
         self.prompts.append(prompt["prompt_token_ids"])
         self.most = max(self.most, len(self.left))
 
     def step(self):
-        time.sleep(0.001)
+        self.steps += 1
         for name in [*self.left]:
             self.left[name] -= 1
             done = not self.left[name]
@@ -225,12 +235,15 @@ def test_the_loop_of_vllm_keeps_as_many_requests_as_clients(monkeypatch):
         sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **options: SimpleNamespace(**options))
     )
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
-    for clients in (1, 3):
+    for clients, waves in ((1, 7), (3, 3)):
         engine = Engine()
+        clock = SimpleNamespace(perf_counter=lambda engine=engine: engine.steps)
+        monkeypatch.setattr("fulldepth.execution.serving.time", clock)
         load = VllmServer(engine).serve([[at] for at in range(7)], 4, clients)
         assert (engine.most, engine.prompts) == (clients, [[at] for at in range(7)])
-        assert len(load.first_tokens) == 7
-        assert all(0 < seconds < load.seconds for seconds in load.first_tokens)
+        assert load == Load(4 * waves, [1] * 7)  # each wave takes a step for each of the four tokens
+    with refused("vLLM answered with 3 tokens; 4 were asked for"):
+        VllmServer(Engine(short=1)).serve([[5]], 4, 1)
 
 
 def test_prompts_are_the_beginnings_of_held_out_rows(files, asked):
