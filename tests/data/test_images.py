@@ -183,14 +183,32 @@ def test_damaged_images_are_named(tmp_path, name):
 
 def test_images_that_do_not_fit_are_refused(folder):
     for data, options, name in (
-        (folder, {"split": "validation"}, "'validation'"),
-        ([{"image": 3}], {}, "rows row 1"),
+        (folder, {"split": "validation"}, "pets has no split 'validation'. It has: test, train"),
+        ([{"image": 3}], {}, "rows row 1, 'image' is of type int, expected an image, its bytes or its path"),
     ):
         with refused(name):
             open_source(data, **options)
     for task, name in (("causal-lm", "pets/test"), ("representation", "image processor")):
         with refused(name):
             prepare(open_source(folder), task=task)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "words"),
+    [
+        ((4, 4), np.uint16, "its pixels have more than 8 bits .mode I;16"),
+        ((1, 201), np.uint8, "it has 201 x 1 pixels. .* no edge more than 200 times as long as the other"),
+        ((1, 200), np.uint8, None),
+    ],
+)
+def test_images_that_would_be_cut_off_or_blown_up_are_refused(shape, kind, words, tmp_path):
+    Image.fromarray(np.full(shape, 9, kind)).save(tmp_path / "x.png")
+    (record,) = open_source(tmp_path).records
+    if words is None:
+        assert pixel(record) == 9
+        return
+    with refused(f"Cannot read the image .*x.png: {words}"):
+        record.image()
 
 
 @pytest.mark.parametrize("entry", ["test/cat/gone.png", "test/wolf", "train/gone.txt"])

@@ -143,8 +143,8 @@ def test_splits_and_streams():
     assert [r.text for r in stream.records] == ["a"]
     assert "stream" in stream.warnings[0]
     for read, named in (
-        (open_source, "limit"),
-        (lambda _: open_source(splits, split="test"), "train, validation"),
+        (open_source, "is streamed and may have no end: give a limit"),
+        (lambda _: open_source(splits, split="test"), "has no split 'test'. It has: train, validation"),
         (open_documents, "Give a `datasets.Dataset`"),
         (lambda _: open_documents([{"prompt": "a", "response": "b"}]), "rows row 1 has no column text"),
     ):
@@ -248,7 +248,8 @@ def test_of_a_hub_data_set_one_split_is_read_and_with_a_limit_little_of_it(monke
     assert len({record.text for record in records}) == 50
     assert [record.text for record in records] != [f"row {i}" for i in range(50)]
     assert len(read) <= 300
-    for name, options, named in (("name", {"column": "txt"}, "txt"), ("name:one", {"config": "two"}, "configurations")):
+    two = "Two configurations were asked for: 'one' in name:one, and 'two'"
+    for name, options, named in (("name", {"column": "txt"}, "txt"), ("name:one", {"config": "two"}, two)):
         with refused(named):
             list(open_documents(name, **options))
 
@@ -345,7 +346,7 @@ BAD_FILES = [
     ("b.tsv", b"a\tb\n1\t2\n", "b.tsv line 2.*'a', 'b'"),
     ("d.tsv", b"text\tlabel\tlabel\n1\t2\t3\n", "d.tsv line 1"),
     ("a.parquet", b"PAR1 not really", "a.parquet"),
-    ("a.zip", b"PK not really", "a.zip.*Unpack"),
+    ("a.zip", b"PK not really", "has the suffix '.zip'. Expected one of: .txt, .*Unpack the archive"),
 ]
 
 
@@ -367,11 +368,11 @@ BAD_DATA = [
     ("~nobody-here/a.txt", {}, "Cannot read ~nobody-here/a.txt: .*home directory"),
     ("y" * 300 + ".jsonl", {}, "Cannot read y+.*name too long"),
     ("corpus:builtin/test", {}, "'test'"),
-    (3, {}, "int"),
-    ([], {}, "rows"),
-    (["a", 1], {}, "int, str"),
-    ("FOLDER", {}, ".csv"),
-    ("FOLDER", {"split": "test"}, "'test'"),
+    (3, {}, "Cannot read data of type int. Expected a file .*, a list"),
+    ([], {}, "rows is empty. Expected rows with the columns"),
+    (["a", 1], {}, "must hold texts only or mappings only, got int, str"),
+    ("FOLDER", {}, "holds no images and no .txt, .* files. Found: .csv"),
+    ("FOLDER", {"split": "test"}, "has no splits and no configurations. Leave out 'test'"),
 ]
 
 

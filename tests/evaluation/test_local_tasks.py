@@ -113,16 +113,32 @@ def test_hellaswag_prompts_of_the_real_file_capitalise_the_unfinished_sentence(s
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"question": "a", "choices": ["b", "c"], "gold": 2}', "line 3: gold"),
-        ('{"question": "a", "choices": ["b", "c"], "gold": true}', "line 3: gold"),
-        ('{"question": "a", "choices": {"text": ["b", "c"]}, "gold": 0}', "line 3: choices"),
-        ('{"question": "\\ud800", "choices": ["b", "c"], "gold": 0}', "line 3: question"),
-        (None, "arc_easy_test.jsonl"),
+        (
+            '{"question": "a", "choices": ["b", "c"], "gold": 2}',
+            "line 3: gold is 2; expected the number of the right choice, 0 to 1",
+        ),
+        (
+            '{"question": "a", "choices": ["b", "c"], "gold": true}',
+            "line 3: gold is True; expected the number of the right choice, 0 to 1",
+        ),
+        (
+            '{"question": "a", "choices": {"text": ["b", "c"]}, "gold": 0}',
+            "line 3: choices is .*; expected a list of two texts or more",
+        ),
+        (
+            '{"question": "\\ud800", "choices": ["b", "c"], "gold": 0}',
+            "line 3: question is .*; expected text that is not empty",
+        ),
+        (
+            '{"question": "a", "choices": ["b"], "gold": 0}',
+            "line 3: choices is .*; expected a list of two texts or more",
+        ),
+        (None, "arc_easy_test.jsonl is empty: it has 2 bytes and no text"),
     ],
 )
 def test_a_malformed_row_or_an_empty_file_is_named(line, message, tmp_path):
     row = '{"question": "{{ 1/0 }} {% raw", "choices": ["b", "{{c}}"], "gold": 0}\n'
-    (tmp_path / "arc_easy_test.jsonl").write_text("" if line is None else row * 2 + line + "\n")
+    (tmp_path / "arc_easy_test.jsonl").write_text("\n\n" if line is None else row * 2 + line + "\n")
     with refused(message):
         local_task("arc_easy_local", [tmp_path])["custom_dataset"]()
 

@@ -85,7 +85,7 @@ def test_states_that_are_not_there_are_refused_by_name():
                 activations.clear()
             with refused("x of layer 1"):
                 activations["residual"]
-        with refused("mlp_branch"):
+        with refused("Site 'mlp_branch' was not captured; captured: residual, value"):
             activations["mlp_branch"]
 
 

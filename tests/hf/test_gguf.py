@@ -1,6 +1,7 @@
 """GGUF files: numbers as of the stock model, tokens as of llama.cpp, and every other file refused in one sentence."""
 
 import io
+import struct
 import sys
 import time
 from contextlib import suppress
@@ -19,6 +20,7 @@ import gguf_files
 import tiny_models
 from fulldepth.core.errors import FulldepthError
 from fulldepth.hf import load_checkpoint, load_tokenizer
+from fulldepth.hf.gguf import read_header
 from marks import thorough
 from refusals import refuses
 from tiny_models import seeded
@@ -154,6 +156,27 @@ def test_parts_of_one_model_and_several_models_are_named_as_such(written, model,
         refuses(load, part, "one of the 3 parts", "llama-gguf-split --merge")
     (tmp_path / "other.gguf").write_bytes(written.read_bytes())
     refuses(load_checkpoint, tmp_path, "part.gguf", "other.gguf", "name one")
+
+
+def entry(key, kind, value):
+    """A file of version 3 without tensors, whose metadata have one entry."""
+    return b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<I", kind) + value
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (entry(b"general.alignment", 4, struct.pack("<I", 0)), "is damaged: its alignment is 0"),
+        (entry(b"general.alignment", 8, struct.pack("<Q", 1) + b"8"), "is damaged: its alignment is '8'"),
+        (entry(b"general.name", 13, b""), "is damaged: it holds metadata of the unknown type 13"),
+        (entry(b"general.name", 9, struct.pack("<IQ", 9, 0)), "is damaged: it holds metadata of the unknown type 9"),
+        (entry(b"general.name", 8, struct.pack("<Q", 9) + b"8"), "it states that 9 bytes follow byte 56"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "it starts with b'GGUF' and the version 1"),
+    ],
+)
+def test_damaged_metadata_are_named(content, words, tmp_path):
+    (tmp_path / "odd.gguf").write_bytes(content)
+    refuses(read_header, tmp_path / "odd.gguf", words)
 
 
 def test_special_tokens_that_are_marked_as_absent_are_none(written, model, tmp_path):

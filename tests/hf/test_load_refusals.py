@@ -49,6 +49,10 @@ def gone(name):
     return lambda folder: (folder / name).unlink()
 
 
+def renamed(name, other):
+    return lambda folder: (folder / name).rename(folder / other)
+
+
 def tensors(change):
     def run(folder):
         weights = load_file(folder / WEIGHTS)
@@ -95,7 +99,8 @@ FOREIGN = {"architectures": ["MyLlama"], "auto_map": {"AutoModelForCausalLM": "m
 NORM = "model.norm.weight"
 BROKEN = [
     (gone(CONFIG), CONFIG),
-    (gone(WEIGHTS), "safetensors"),
+    (gone(WEIGHTS), "has no weights at all; expected *.safetensors"),
+    (renamed(WEIGHTS, "other.safetensors"), f"has no file named {WEIGHTS} or {INDEX}"),
     (pickled, "pytorch_model.bin"),
     *((raw(change), WEIGHTS) for change in (lambda data: data[:-1], lambda data: b"\xff" * 8 + data[8:])),
     (tensors(lambda weights: weights.pop(NORM)), NORM),
@@ -118,7 +123,10 @@ BROKEN = [
     (entries(CONFIG, model_type=None), "model_type"),
     (entries(CONFIG, **FOREIGN), "--trust-remote-code"),
     (entries(CONFIG, attn_implementation="someone/kernel"), "someone/kernel"),
-    (entries(CONFIG, transformers_weights="../model.safetensors"), "transformers_weights"),
+    (
+        entries(CONFIG, transformers_weights="../model.safetensors"),
+        "has the entry 'transformers_weights', which fulldepth does not",
+    ),
     (entries(CONFIG, max_position_embeddings=None, vocab_size=10**9), CONFIG),
     (entries(CONFIG, num_hidden_layers=10**5), CONFIG),
     *((entries(CONFIG, **{key: 10**9}), CONFIG) for key in ("num_labels", "intermediate_size")),
@@ -186,9 +194,13 @@ def doubled(folder):
     ("spoil", "name"),
     [
         *((named(name), NORM) for name in ("pickled.bin", "../outside.safetensors", "inner/model.safetensors", "", 3)),
-        (named("model-9.safetensors"), "model-9.safetensors"),
-        *((text(INDEX, content), INDEX) for content in (b"{", b'{"metadata": {}}', b'{"weight_map": []}')),
-        (doubled, "another file"),
+        (named("model-9.safetensors"), f"lacks model-9.safetensors, which {INDEX} names"),
+        (text(INDEX, b"{"), INDEX),
+        *(
+            (text(INDEX, content), f"{INDEX}: it must hold the mapping `weight_map`")
+            for content in (b'{"metadata": {}}', b'{"weight_map": []}')
+        ),
+        (doubled, "which another file of"),
     ],
 )
 def test_the_index_names_plain_safetensors_files_of_the_folder_only(sharded, spoil, name):

@@ -311,3 +311,14 @@ def test_the_energy_penalty_ends_with_its_last_step(step, same_as):
 
     assert value(3) == value(same_as)
     assert value(3) != value(100 - same_as)
+
+
+def test_losses_of_layers_need_labels():
+    model = build("llama")
+    batch = {name: value for name, value in collate(examples("llama")).items() if name != "labels"}
+    with Objective(aligned={"schedule": "always"}).attach(model) as objective:
+        with refused("The model returned no loss; call it with `labels`"):
+            objective(model(**batch), batch)
+        model(**batch)
+        with refused("The aligned loss needs `labels` in the batch"):
+            objective(torch.tensor(1.0), batch)

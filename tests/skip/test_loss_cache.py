@@ -164,7 +164,7 @@ def test_progress_of_another_search_is_refused(model, examples, tmp_path):
     before = (folder / PROGRESS).read_bytes()
     for words, one, data, options in (
         ("unfinished", model, examples, {"resume": False}),
-        ("seed was 0, is 1", model, examples, {"seed": 1}),
+        ("holds another search: seed was 0, is 1. Choose another output folder", model, examples, {"seed": 1}),
         ("criterion was", model, examples, {"criterion": "kl"}),
         ("data was", model, plain.examples(train=12, heldout=48, seed=1), {}),
         ("model was", other, examples, {}),

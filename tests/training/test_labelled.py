@@ -194,13 +194,18 @@ BAD = {
     "long": ([*GOOD, LONG], "a.jsonl line 13"),
     "one class": ([{**row, "label": 3} for row in GOOD], "a.jsonl"),
     "no labels": ([{"text": row["text"]} for row in GOOD], "a.jsonl"),
+    "missing": (
+        GOOD,
+        r"a.jsonl has no row for 1 of the 3 classes .LABEL_2.. Add rows of every class, or set data.skip_b",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_texts_are_refused_with_their_line(case, tmp_path):
     rows, named = BAD[case]
-    model = BERT | {"num_labels": 2} if case == "outside" else BERT
+    declared = {"outside": 2, "missing": 3}.get(case)
+    model = BERT if declared is None else BERT | {"num_labels": declared}
     recipe = text_recipe(tmp_path, model, "wordpiece:300", data={"name": str(jsonl(tmp_path / "a.jsonl", *rows))})
     with refused(named):
         train(asked(recipe), tmp_path / "run")

@@ -155,6 +155,19 @@ def test_checkpoints_that_do_not_fit_are_refused(checkpoint, tmp_path):
         made(asked(checkpoint=checkpoint), vocab_size=97)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hidden_act": "glow"}, "^The settings do not describe a llama: 'glow'"),
+        ({"hidden_size": "wide"}, "^The settings do not describe a llama: .*hidden_size"),
+        ({"num_attention_heads": 5}, "^The settings do not describe a llama: .*number of attention heads"),
+    ],
+)
+def test_settings_that_make_no_model_are_refused(options, words):
+    with refused(words):
+        made(asked(**options))
+
+
 FLAGGED = [
     name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if name in CONFIG_MAPPING and getattr(CONFIG_MAPPING[name], "is_decoder", True) is False

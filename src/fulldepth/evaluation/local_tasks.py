@@ -85,9 +85,7 @@ def read_task_rows(path: Path, texts: Sequence[str], is_choice: bool) -> Iterato
         FulldepthError: for a row that lacks a column or holds something else there, naming file and line; for an empty
             file.
     """
-    empty = True
     for place, row in files.read_rows(path):
-        empty = False
         for column in texts:
             if not _is_text(row.get(column)):
                 raise _bad(place, column, row.get(column), "text that is not empty")
@@ -101,8 +99,6 @@ def read_task_rows(path: Path, texts: Sequence[str], is_choice: bool) -> Iterato
                 raise _bad(place, "gold", gold, f"the number of the right choice, 0 to {len(choices) - 1}")
             checked |= {"choices": choices, "gold": gold}
         yield checked
-    if empty:
-        raise FulldepthError(f"{path} has no rows.")
 
 
 def _is_text(value: Any) -> bool:
