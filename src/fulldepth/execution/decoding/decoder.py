@@ -283,9 +283,11 @@ def _check_rotation(config: Any, prompt: int, new_tokens: int) -> None:
     """
     limit = first_rotation_length(config)
     if limit is not None and prompt <= limit < prompt + new_tokens:
+        room = limit - prompt
+        advice = f"ask for at most {room} new tokens" if room else "none can follow; give another prompt"
         raise FulldepthError(
             f"From {limit + 1} tokens on the model rotates its keys in another way (longrope), so that a text may "
-            f"not grow over this length. After a prompt of {prompt}, ask for at most {limit - prompt} new tokens."
+            f"not grow over this length. After a prompt of {prompt} tokens {advice}."
         )
 
 
