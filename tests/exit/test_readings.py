@@ -118,6 +118,15 @@ def guesses(rng, count, accuracy, share=0.6):
     return made(torch.as_tensor(rng.random((2, count)) < accuracy), target)
 
 
+@pytest.mark.parametrize(("share", "chosen"), [(0.001, 1), (0.3, 6), (0.999, 19)])
+def test_the_share_is_that_of_the_part_that_a_threshold_is_chosen_on(share, chosen):
+    """Of 20 documents of two sequences each; both parts have one at least."""
+    whole = readings(torch.randn(3, 40, 3), torch.randint(3, (40,)), clusters=torch.arange(40) // 2)
+    parts = {name: {*part.cluster.tolist()} for name, part in splits(whole, share, 0).items()}
+    assert {name: len(documents) for name, documents in parts.items()} == {"calibration": chosen, "report": 20 - chosen}
+    assert parts["calibration"] | parts["report"] == {*range(20)}
+
+
 def test_nothing_is_advised_at_chance():
     data = guesses(np.random.default_rng(1), 400, 0.61)
     target, right = data.target.numpy(), data.correct[-1].numpy()

@@ -11,7 +11,7 @@ from scipy.special import rel_entr, softmax
 from fulldepth.losses import Objective, distillation_loss
 from losses.trained_step import build, close, collate, examples, gradient, gradients, kept, same_step
 from refusals import refused
-from tiny_models import BUILDERS, seeded, shaken
+from tiny_models import BUILDERS, seeded, shaken, token_ids
 
 VOCAB, TEMPERATURE = 50, 1.7
 
@@ -87,6 +87,22 @@ def test_a_teacher_with_the_models_weights_teaches_nothing(tmp_path):
     loss.backward()
     assert abs(float(parts["distillation"])) < 1e-14
     assert max(float(slope.abs().max()) for slope in gradients(model).values()) < 1e-12
+
+
+def test_documents_in_a_row_fit_the_teacher_as_far_as_their_positions_do():
+    model, source = build("llama"), other()
+    most = source.config.max_position_embeddings
+    batch = dict.fromkeys(("input_ids", "labels"), token_ids(1, most + 20))
+    with Objective(distillation={"teacher": source}).attach(model) as objective:
+        for first in (most, most + 1):
+            positions = torch.cat([torch.arange(first), torch.arange(most + 20 - first)])[None]
+            rows = {**batch, "position_ids": positions}
+            output = model(**rows, use_cache=False)
+            if first == most:
+                assert objective(output, rows)[1]["distillation"] > 0
+                continue
+            with refused(f"Rows of {most + 1} tokens do not fit the teacher's {most} positions"):
+                objective(output, rows)
 
 
 def trained_step(folder):

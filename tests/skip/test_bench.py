@@ -308,7 +308,12 @@ def test_a_ratio_is_the_median_of_rounds_with_the_interval_of_its_order_statisti
     # the second smallest and the second largest of nine: 1 - 2 (1 + 9) / 512 = 0.961
     assert ratios(measured) == pytest.approx({"median": 0.88, "low": 0.82, "high": 0.94})
     assert "0.880" in measured.ratio_text("other", "decode")
-    assert "no measurable difference" in timed([9.0, 9.5, *NINE[2:8], 12.0, 12.0]).ratio_text("other", "decode")
+    for seconds in (
+        [9.0, 9.2, 9.3, 9.4, 9.6, 9.8, 10.0, 10.1, 10.2],
+        [9.8, 9.9, 10.0, 10.1, 10.2, 10.3, 10.4, 10.8, 12],
+    ):
+        text = f"no measurable difference from the original (at most {max(10 - seconds[1], seconds[7] - 10) / 10:.1%})"
+        assert timed(seconds).ratio_text("other", "decode") == text
     measured.other_load[OTHER] = 0.0
     for name, seconds in (("original", 1.0), ("other", 0.9)):  # a round of a grid: the geometric mean of its cells
         measured.times[name, CELL, "prefill"] = [seconds] * 9

@@ -492,3 +492,35 @@ def test_needed_and_free_bytes_differ_in_the_message(tmp_path, monkeypatch):
         check_disk_space(tmp_path, free + 1)
     with refused("needs at least 2.50 GB, and 1.00 GB are free"):
         check_disk_space(tmp_path, 2.5e9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_fresh_process_computes_decides(dtype, tmp_path, monkeypatch):
+    """Errors are relative to the largest logit, 4; with a cache they may be those of rounding in this precision."""
+    expected = torch.tensor([[1.0, -4.0, 0.5]], dtype=dtype)
+    found, allowed = {}, {torch.float32: 1e-4, torch.bfloat16: 6e-2}[dtype]
+
+    def read(*_):
+        return found["logits"], readers.ReaderReport.model_validate({"class": "Llama", "cache_error": found["cache"]})
+
+    monkeypatch.setattr(readers, "read_export", read)
+    other = expected.double() + torch.tensor([[0.0, 0.0, 0.04]])
+    cases = [
+        (other, 0.9 * allowed, 0.0101, None),
+        (
+            other,
+            0.0,
+            0.0099,
+            r"loaded again as Llama, its logits miss the model's by 1\.0e-02 of the largest; 9\.9e-03",
+        ),
+        (torch.full_like(other, torch.nan), 0.0, 0.5, "its logits miss the model's by nan"),
+        (other, 1.1 * allowed, 0.5, "loaded again as Llama, it gives other logits with a cache than without"),
+        (other, float("nan"), 0.5, "it gives other logits with a cache than without .nan"),
+    ]
+    for logits_read, cache_error, most, words in cases:
+        found |= {"logits": logits_read, "cache": cache_error}
+        if words is None:
+            assert readers.prove_export(tmp_path, ids(), expected, most, "stock") == pytest.approx(0.01, rel=1e-6)
+            continue
+        with refused(words):
+            readers.prove_export(tmp_path, ids(), expected, most, "stock")
