@@ -64,6 +64,10 @@ def test_the_accuracy_chooses_the_layers(labelled, tmp_path, without_fresh_proce
         options = {"effective_depth": share, "data": known, "tokenizer": tokenizer()}
         made = exit.export_layers(model, tmp_path / f"c{share}", **options)
         assert made.layers == most if share == 0.05 else made.layers <= most
+        cut = tf.AutoModelForSequenceClassification.from_pretrained(made.path)
+        right = [row["label"] == answered["label"] for row, answered in zip(known, taught(cut, known), strict=True)]
+        assert f"({sum(right) / len(right):.1%} and 100.0%; by the estimates alone" in made.notes[0]
+    assert sum(right) < len(right)
     with refused("nothing is advised"):
         exit.export_layers(model, tmp_path / "d", effective_depth=0.1, data=labelled, tokenizer=tokenizer())
 

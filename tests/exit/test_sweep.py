@@ -284,3 +284,41 @@ def test_errors_are_over_documents(texts):
         for name, values in (("lens_loss", read.loss[layer]), ("lens_accuracy", read.correct[layer].double())):
             stated = results.values(name, "standard_error")[layer]
             assert stated == pytest.approx(of_ratio(owner.tolist(), values.numpy(), np.ones(len(owner))), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changed", "words"),
+    [
+        (torch.float32, 0, None),
+        (torch.float32, 1, "2.5% of the samples leave after another layer .*rule confidence, threshold 1e-09"),
+        (torch.bfloat16, 2, None),
+        (torch.bfloat16, 3, "7.5% of the samples leave after another layer"),
+    ],
+)
+def test_few_samples_may_leave_elsewhere_when_they_are_timed(dtype, changed, words, labelled, monkeypatch):
+    """Of 40 samples, all of which leave after the first layer: 1 % may leave elsewhere, in half precision 5 %."""
+    run = EarlyExit.run
+
+    def shifted(self, inputs, exit):
+        answers, left = run(self, inputs, exit)
+        left[:changed] += 1
+        return answers, left
+
+    monkeypatch.setattr(EarlyExit, "run", shifted)
+    model = tiny_models.build("bert-classifier", dtype=dtype)
+    options = {"tokenizer": tokenizer(), "batch_size": 40, "repeats": 1, "threshold": [1e-9]}
+    if words is None:
+        assert exit.sweep(model, labelled, **options).meta["exits"][0]["exits"] == [40, 0, 0]
+        return
+    with refused(words):
+        exit.sweep(model, labelled, **options)
+
+
+def test_a_sample_of_positions_is_named_with_all_of_them(texts):
+    """288 tokens fill four windows of 64, whose first tokens are no targets."""
+    results = exit.sweep(tiny_models.build("llama"), texts, tokenizer=tokenizer(), lens_tokens=50, threshold=[0.5])
+    assert results.meta["sampling"] == {
+        "lens_positions": 50,
+        "lens_targets": 4 * 63,
+        "sentence": "Sampled: every layer reads 50 of 252 positions with a target. --set lens_tokens=null reads all.",
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -42,6 +44,15 @@ def test_displacement_is_that_of_each_sequence_alone(model_type):
     assert together == pytest.approx(alone, rel=1e-5)
     mixes = model_type != "bert"
     assert any("change when a sequence is padded" in line for line in warnings) is mixes
+
+
+@pytest.mark.parametrize("batching", ["padded", "equal", "single"])
+def test_what_an_earlier_model_needs_stays(batching):
+    """Of two models that are measured on the same data, the first mixes padding or sequences, and this one does not."""
+    anatomy = fulldepth.execution.find_anatomy(zoo.build("bert", "representation"))
+    data = replace(texts([9, 16, 9]), batching=batching)
+    found, sentence = batched(anatomy, data, torch.device("cpu"))
+    assert (found.batching, sentence) == (batching, None)
 
 
 def test_a_model_whose_sequences_see_each_other_runs_them_alone():

@@ -66,6 +66,7 @@ def test_keywords_are_layered_over_an_instance_and_a_recipe():
     below = {"count": 1, "inner": {"rate": 2.0}}
     assert verb("m", recipe=below, count=2)[1] == Sample(count=2, inner=Inner(rate=2.0))
     assert verb("m", recipe=Sample(count=4), settings=Sample(count=5))[1].count == 5
+    assert verb("m", recipe=below, settings=Sample(count=5, most=4), count=7)[1].count == 7
     assert verb("m", count=None)[1].count == 3  # None is no count
     assert verb("m", most=None)[1].most is None
 

@@ -184,7 +184,7 @@ def test_most_loss_is_of_the_loss_whatever_ranks_the_candidates(model, examples)
         ({"blocks": 1, "keep": [9]}, "layer 9"),
         ({"blocks": 4, "granularity": "any", "keep": [1, 2]}, "4 blocks"),
         ({"given": ["mlp 9"], "granularity": "any"}, "layer 9"),
-        ({"given": ["mlp 2"], "granularity": "mlp"}, "'mlp 2'"),
+        ({"given": ["mlp 2"], "granularity": "mlp"}, "'mlp 2' is no block of the granularity mlp"),
         ({"given": ["layer 2", "mlp 2"], "granularity": "any"}, "mlp of layer 2"),
         ({"target_speedup": 0.9}, "target_speedup"),
     ],
@@ -294,3 +294,22 @@ def test_goal_counts_no_more_than_is_left():
     assert set(goal.round_of(costs, frozenset()).values()) == {0.2, 0.3}
     assert list(goal.round_of(costs, frozenset(blocks[:1])).values()) == pytest.approx([0.1] * 4)
     assert goal.left(frozenset(blocks[:2])) == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pool_holds_those_that_added_least_per_gain_when_last_scored(seed):
+    cache, losses = drawn(seed, interaction=0.8)
+    gains = dict(zip(range(1, 7), np.random.default_rng(seed).uniform(0.05, 0.4, 6), strict=True))
+    goal = Goal("target_bytes", {block: gains[block.layer] for block in cache.costs.able}, 0.7)
+    removed, added, order = frozenset(), {}, []
+    while (left := 0.7 - sum(gains[layer] for layer in removed)) > 1e-9:
+
+        def rate(layer, left=left, added=added):
+            return added[layer] / min(gains[layer], left)
+
+        pool = sorted({*gains} - removed, key=rate)[:2] if removed else [*gains]
+        added |= {layer: losses[removed | {layer}] - losses[removed] for layer in pool}
+        order.append(min(pool, key=rate))
+        removed |= {order[-1]}
+    picks, _ = eliminate(cache, goal, drop=False, pool=2)
+    assert [layer for pick in picks for layer, _ in pick] == order

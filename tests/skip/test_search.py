@@ -191,6 +191,16 @@ def test_rankings_are_those_of_their_formulas(model):
         assert find(model, examples, 5, search=name).blocks == expected, name
 
 
+def test_a_ranking_by_gradients_saves_their_mean_over_the_predicted_tokens(model, tmp_path):
+    examples = plain.examples(heldout=9)
+    find(model, examples, 2, search="taylor", output=tmp_path)
+    gradients = zip(*(slopes(model, example) for example in examples.heldout), strict=True)
+    tokens = sum(int((example.labels[1:] != -100).sum()) for example in examples.heldout)
+    rows = Results.load(tmp_path).table
+    assert (rows.measure.tolist(), rows.layer.tolist()) == (["sensitivity"] * 5, [1, 2, 3, 4, 5])
+    assert rows.value.tolist() == pytest.approx([abs(sum(column)) / tokens for column in gradients], rel=1e-4)
+
+
 def test_rankings_without_a_score(model):
     examples = plain.examples(heldout=6)
     assert find(model, examples, 3, search="last").blocks == [5, 4, 3]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from sklearn.metrics import f1_score
+from torch.nn import functional
 from torch.testing import assert_close
 from transformers import default_data_collator
 
+from families import zoo
 from fulldepth.training.evaluation import evaluate_held_out
 from tiny_models import BUILDERS, token_ids
 
@@ -37,6 +39,23 @@ def test_tokens_without_a_direction_are_left_out_of_a_layer():
     counts = {row.measure: row.count for row in found}
     assert (counts["displacement"], counts["validation_loss"]) == (40, 35)
     assert abs(found[0].value - float(out.loss)) < 1e-6
+
+
+@torch.no_grad()
+def test_the_balance_of_experts_is_no_part_of_the_loss():
+    """The model's loss is the cross-entropy and a factor times the balance, of a batch of two or of one."""
+    model = zoo.build("mixtral", "causal-lm", output_router_logits=True, router_aux_loss_coef=0.7)
+    ids = 3 + token_ids(3, 8, most=90)
+    found, _ = evaluate_held_out(model, [{"input_ids": row, "labels": row} for row in ids], default_data_collator, 2)
+    outputs = [model(input_ids=rows, labels=rows) for rows in ids.split(2)]
+    cross_entropy = [
+        functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
+        for out, rows in zip(outputs, ids.split(2), strict=True)
+    ]
+    balance = [out.loss.item() - loss for out, loss in zip(outputs, cross_entropy, strict=True)]
+    assert balance[0] > 0.1
+    for measure, parts in (("validation_loss", cross_entropy), ("validation_auxiliary_loss", balance)):
+        assert values(found, measure) == pytest.approx([(2 * parts[0] + parts[1]) / 3], rel=1e-5)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -45,11 +45,12 @@ def of(folder):
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_checkpoint_holds_the_start_and_the_product_of_its_adapters(kind, start, recipe, tmp_path):
-    """GPT-2's matrices are transposed."""
+@pytest.mark.parametrize(("kind", "alpha", "scale"), [("llama", 6, 1.5), ("gpt2", None, 2)])
+def test_a_checkpoint_holds_the_start_and_the_product_of_its_adapters(kind, alpha, scale, start, recipe, tmp_path):
+    """GPT-2's matrices are transposed. Without an alpha it is twice the rank."""
     base, run = start(kind), tmp_path / "run"
-    losses = train_by(recipe(**RUN, model={"checkpoint": str(base)}, lora={"rank": RANK}), run).values(*VALIDATION)
+    adapted = recipe(**RUN, model={"checkpoint": str(base)}, lora={"rank": RANK, "alpha": alpha})
+    losses = train_by(adapted, run).values(*VALIDATION)
     after = train_by(recipe(**RUN, model={"checkpoint": str(run)}), tmp_path / "after").values(*VALIDATION)
     assert losses[4] == pytest.approx(after[0], rel=1e-6)  # with adapters and merged
     last = run / "checkpoint-4"
@@ -57,7 +58,7 @@ def test_a_checkpoint_holds_the_start_and_the_product_of_its_adapters(kind, star
     for name in [name for name in adapters if "lora_A" in name]:
         a, b = adapters[name].double(), adapters[name.replace("lora_A", "lora_B")].double()
         weight = name.replace("lora_A.default.", "")
-        change = 2 * b @ a  # alpha is twice the rank
+        change = scale * b @ a
         assert change.any()
         expected[weight] = (expected[weight].double() + (change.T if kind == "gpt2" else change)).float()
     assert of(last).keys() == expected.keys()

@@ -7,6 +7,7 @@ import os
 import shutil
 from itertools import pairwise
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,10 @@ import fulldepth.architectures  # noqa: F401  registers depth_llama
 from fulldepth.core.progress import Watcher
 from fulldepth.data import pack
 from fulldepth.hf import seal
-from fulldepth.results import Results
+from fulldepth.results import Results, tabulate
 from fulldepth.settings import assignments, layer, read
 from fulldepth.training import TrainSettings, export_run, train
+from fulldepth.training.callback import _headline
 from fulldepth.training.plan import dry_run_lines
 from golden.tables import MODEL
 from refusals import refused
@@ -84,6 +86,20 @@ def test_the_record_tells_what_the_checkpoints_do(recipe, tmp_path):
     assert f"| Validation loss | {values(results, 'validation_loss', 6)[0]:.4g} nats |" in card.text
     assert f"| Tokens | {6 * 4 * 24} |" in card.text
     assert f"of the last evaluation, on a held-out part of {settings(path).data.name}." in card.text
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ({0: 4.0}, "4.000 nats at step 0."),
+        ({0: 4.0, 3: 2.5, 6: 2.25}, "2.250 nats at step 6, 4.000 before training."),
+        ({0: 4.0, 3: 2.25, 6: 2.5}, "2.500 nats at step 6, 4.000 before training; it was lowest at step 3 (2.250)."),
+    ],
+)
+def test_the_headline_names_the_step_of_the_lowest_loss(losses, words):
+    key = ("validation_loss", "model", None, None, "mean")
+    table = pd.concat([tabulate([(*key, loss, 9, "nats")], step=step) for step, loss in losses.items()])
+    assert _headline(table)["validation_loss"].sentence == f"The validation loss is {words}"
 
 
 @pytest.mark.parametrize(("size", "note"), [(4, True), (3, False), (7, False)])
