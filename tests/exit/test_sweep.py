@@ -312,13 +312,3 @@ def test_few_samples_may_leave_elsewhere_when_they_are_timed(dtype, changed, wor
         return
     with refused(words):
         exit.sweep(model, labelled, **options)
-
-
-def test_a_sample_of_positions_is_named_with_all_of_them(texts):
-    """288 tokens fill four windows of 64, whose first tokens are no targets."""
-    results = exit.sweep(tiny_models.build("llama"), texts, tokenizer=tokenizer(), lens_tokens=50, threshold=[0.5])
-    assert results.meta["sampling"] == {
-        "lens_positions": 50,
-        "lens_targets": 4 * 63,
-        "sentence": "Sampled: every layer reads 50 of 252 positions with a target. --set lens_tokens=null reads all.",
-    }
