@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import shutil
 from itertools import pairwise
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -295,3 +297,14 @@ def test_a_later_warm_up_or_schedule_replaces_an_earlier_one():
 def test_a_mistake_in_the_command_is_one_message_and_code_2(arguments, named, main):
     code, _, error = main("train", *arguments)
     assert (code, named in error) == (2, True), error
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_training_leaves_the_random_states_alone_and_runs_in_any_gradient_mode(mode, recipe, tmp_path):
+    path = recipe(steps=2, eval_every=2, save_every=2, objective={"jump": 0.5})
+    torch.manual_seed(5)
+    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    with mode():
+        inside = train_by(path, tmp_path / "inside")
+    assert (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()) == before
+    assert values(inside, "validation_loss", 2) == values(train_by(path, tmp_path / "plain"), "validation_loss", 2)

@@ -5,11 +5,13 @@ Also what a module's hooks need: the device of its inputs, the state that it rea
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -28,6 +30,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def learning() -> Iterator[None]:
+    """Gradients are computed inside `with`, also if the caller is in `torch.no_grad()` or `torch.inference_mode()`.
+
+    On leaving, the random states of Python, numpy and torch, which a training seeds, are restored.
+    """
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
+    of_torch = torch.get_rng_state()
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        if of_gpus:
+            torch.cuda.set_rng_state_all(of_gpus)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from fulldepth.core.files import locked
 from fulldepth.core.processor import has_bfloat16
 from fulldepth.core.progress import Watcher
 from fulldepth.data.mixture import Mixture
-from fulldepth.hf import open_model, pick_device
+from fulldepth.hf import learning, open_model, pick_device
 from fulldepth.hf.checkpoint_folder import check_disk_space, size_of
 from fulldepth.results import Results
 from fulldepth.settings.heal import HealSettings
@@ -118,7 +118,7 @@ def heal(
     work = target.with_name(f"{target.name}-work")
     check_disk_space(target, _bytes_of_work(model, settings))
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
-    with locked(work):
+    with learning(), locked(work):
         try:
             saved = (model, settings.revision) if tokenizer is None else (tokenizer, None)
             tasks = TaskComparison(*saved, work, watcher)

@@ -18,7 +18,7 @@ from fulldepth.core.progress import Watcher
 from fulldepth.execution.flops import Costs, Shape, Variant
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED
-from fulldepth.hf import Block, check_depth, is_offloaded
+from fulldepth.hf import Block, check_depth, is_offloaded, learning
 from fulldepth.results import DOCUMENT, PAGE, Results, versions
 from fulldepth.settings import Settings, layer
 from fulldepth.settings.keywords import takes_settings
@@ -102,7 +102,7 @@ def search(
     drawn = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     sampling = layer(Sampling, {**drawn, "seed": settings.seed, "batch_size": settings.batch_size})
     sampling.check_effect(generate_responses=responses)
-    with processes() as process, process.holding(folder):
+    with learning(), processes() as process, process.holding(folder):
         if folder is not None:
             process.first(partial(check_folder, folder, KIND, resume))
         with open_for_search(model, settings, process, tokenizer) as subject:

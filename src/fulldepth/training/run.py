@@ -17,7 +17,7 @@ from fulldepth.core.errors import FulldepthError, StoppedError
 from fulldepth.core.files import check_outside
 from fulldepth.core.progress import Watcher
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import silent
+from fulldepth.hf import learning, silent
 from fulldepth.losses import has_next_token_loss, sees_later_tokens, use_next_token_loss
 from fulldepth.results import Results, versions
 from fulldepth.settings.keywords import takes_settings
@@ -86,7 +86,7 @@ def train(
     folder = Path(output)
     check_outside(folder, settings.data.name, settings.data.validation)
     name = Path(recipe).stem if isinstance(recipe, str | Path) else "settings"
-    with silent(logging.ERROR), explaining_full_disk(lambda: _last_good(folder)):
+    with learning(), silent(logging.ERROR), explaining_full_disk(lambda: _last_good(folder)):
         arguments = training_arguments(settings, folder)  # joins the other processes
         with holding(folder, settings, resume) as (checkpoint, notes, renamed):
             for path in renamed:
