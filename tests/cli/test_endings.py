@@ -197,6 +197,17 @@ def test_a_closed_pipe_ends_quietly():
     assert program.wait(60) in (0, 1)
 
 
+def test_a_console_that_lacks_characters_shows_escapes(tmp_path):
+    code = "from fulldepth.core import console; console.accept_any_text(); console.line('0.5 \\xb1 0.1 \\u2026')"
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    printed = subprocess.run([sys.executable, "-c", code], env=ascii_only, capture_output=True, check=True)
+    assert printed.stdout == rb"0.5 \xb1 0.1 \u2026" + os.linesep.encode()
+    narrow = {**ascii_only, "COLUMNS": "40"}
+    helped = subprocess.run([sys.executable, "-m", "fulldepth", "train", "-h"], env=narrow, capture_output=True)
+    assert helped.returncode == 0, helped.stderr
+    assert b"\\u2026" in helped.stdout
+
+
 @pytest.mark.parametrize("text", ["9" * 30, "1,x", "", "1," + "9" * 5000])
 def test_lists_of_whole_numbers(text):
     with refused(r"batches|digits"):

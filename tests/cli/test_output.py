@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from cli.conftest import shell
 from fulldepth.cli import options, program
 from fulldepth.core import bars, console
+from fulldepth.core.shell import arguments, same_model
 from fulldepth.results import DOCUMENT, Finding, Results, tabulate
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.compare import CompareSettings
@@ -260,3 +262,18 @@ def test_the_advice_after_an_interruption(monkeypatch, capsys, arguments, resuma
     assert f": python -m {expected}\n" in advised(str(Path("fulldepth") / "__main__.py"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert f": torchrun ... -m {expected}\n" in advised("fulldepth")
+
+
+def test_a_suggested_command_is_printed_as_it_is(capsys):
+    """A name may have two spaces in a row."""
+    command = "fulldepth skip search 'a  b' --data '#ü=,:%{}\"' --output plan/"
+    console.finish(Results(tabulate([]), {"headline": {}, "next": {"why": "go on:", "command": command}}))
+    assert capsys.readouterr().out.splitlines()[-1] == f"Next: go on: {command}"
+
+
+@pytest.mark.parametrize("name", ["plain", "-m", "a  b", 'it\'s "x" #=,:%{}$`!', "~", "ü", "a\nb"])
+def test_a_name_in_a_suggested_command_reaches_the_program(name):
+    text = f"fulldepth {arguments([name, name])}{same_model({'tokenizer': name, 'revision': None})}"
+    there = f"./{name}" if name == "-m" else name
+    assert shlex.split(text) == ["fulldepth", there, there, "--tokenizer", there]
+    assert not there.startswith("-")

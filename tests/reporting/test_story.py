@@ -73,6 +73,18 @@ def test_the_paragraph_of_a_model_with_a_jump():
     assert round(math.degrees(math.acos(1 - 2 * 0.15)) / math.degrees(math.acos(1 - 2 * 0.018)), 1) == 3.0
 
 
+def test_the_advised_search_loads_the_model_as_the_measurement_did():
+    shown = facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], settled=[0, 0, 0.1, 0.3, 0.6, 1.0], **PREDICTS)
+    model = {**META["model"], "name": "-my  model", "revision": "v1"}
+    meta = {**META, "model": model, "settings": {"tokenizer": "tok en", "revision": "main", "chat": False}}
+    command = paragraph(shown, meta)["next"]["command"]
+    assert (
+        "search './-my  model' --revision v1 --tokenizer 'tok en' --data 'my texts.txt' --no-chat --blocks" in command
+    )
+    hidden = {**meta, "model": {**model, "name": "a\u202eb"}}
+    assert "compare" in paragraph(shown, hidden)["next"]["command"], "a page cannot show this name as it is"
+
+
 @pytest.mark.parametrize(
     ("make", "flags"),
     [

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fulldepth.core import shell
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import locked
 from fulldepth.core.progress import Watcher
@@ -112,7 +112,7 @@ def demo(
             "model": Results.load(folder / "model"),
             "bench": _bench(name, [folder / run for run in runs], folder / "bench", timed, watcher),
         }
-        quoted = shlex.quote(name)
+        quoted = shell.word(name)
         written = " --gguf model.gguf" * (gguf is not None)
         commands = {
             "measure": f"measure {quoted} --data {UNSEEN}{assigned(measured_with)}",

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from fulldepth.core import console, launch
+from fulldepth.core import console, launch, shell
 from fulldepth.core.errors import FulldepthError, StoppedError, brief, is_disk_full, is_out_of_memory, one_line
 
 
@@ -98,6 +98,7 @@ def main() -> None:
     """Run the command line; every error ends with one message and exit code 2, every signal with 128 + its number."""
     try:
         RUNNING.clear()
+        console.accept_any_text()
         with ending_cleanly():
             for argument in sys.argv[1:]:  # may be written to results, pages and logs
                 try:
@@ -157,7 +158,7 @@ def _end(code: int, message: str) -> NoReturn:
         if RUNNING.get("resumable"):
             arguments = [*arguments, *(["--resume"] if "--resume" not in arguments else [])]
         elif output is not None and not RUNNING.get("overwrites") and is_saved(output):
-            arguments = ["report", str(output)]
+            arguments = ["report", shell.path(output)]
         typer.echo(f"{message}. Run again: {start} {shlex.join(arguments)}", err=True)
     sys.exit(code)
 

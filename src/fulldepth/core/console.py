@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,10 +15,19 @@ from rich.table import Table
 from rich.text import Text
 
 from fulldepth.core import launch
-from fulldepth.core.errors import one_line
+from fulldepth.core.errors import one_line, shortened
 from fulldepth.core.number_format import plus_minus, rounded
 
+MOST_OF_A_COMMAND = 2000
+"""Characters of a suggested command that are printed."""
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+
+
+def accept_any_text() -> None:
+    """Let stdout print characters that its encoding lacks as escapes, as stderr does; by default it raises."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
 
 _document: list[Any] = []
 """With `--json`: the value to print. Empty before it is known."""
@@ -69,7 +79,8 @@ def finish(results: Any, page: Path | None = None) -> None:
     for warning in results.meta.get("warnings") or []:
         line(f"Note: {warning}")
     if (step := results.meta.get("next")) and not _is_json["on"]:
-        line(f"Next: {one_line(step.get('why') or '')} {one_line(step.get('command') or '', 900)}")
+        command = "".join(c if c.isprintable() else "�" for c in step.get("command") or "")  # spaces count in names
+        line(f"Next: {one_line(step.get('why') or '')} {shortened(command, MOST_OF_A_COMMAND)}")
     if page is not None:
         line(f"Page: {page}")
 

@@ -193,7 +193,7 @@ def export_of(meta: Mapping[str, Any], layers: int) -> dict[str, str] | None:
     None if `layers` is 0, for a model without a place (`place_of`), and where a plan's blocks were skipped: the export
     would be of the unskipped model.
     """
-    place = place_of(meta.get("model") or {})
+    place = place_of(meta)
     if not place or not layers or meta.get("skipped"):
         return None
     command = f"fulldepth exit export {place} --layers {layers} --output first-{layers}/"

@@ -118,7 +118,7 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
     sentences = measured.sentences(findings)
     opening = content.story(now) or ({"sentences": sentences[:1]} if sentences else None)
     if opening and (following := meta.get("next")):
-        opening = {**opening, "next": {name: short(following.get(name) or "", 900) for name in ("why", "command")}}
+        opening = {**opening, "next": {name: short(following.get(name) or "", 2000) for name in ("why", "command")}}
     strips = story.by_stack(now.table, now.meta) if source.kind in (SINGLE, SERIES) else {}
     drawn = figures.build(table, meta)
     settings = [] if meta.get("models") else [settings_table("All settings", meta.get("settings"))]

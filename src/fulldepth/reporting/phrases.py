@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from markupsafe import Markup, escape
 
+from fulldepth.core import shell
 from fulldepth.core.errors import shortened
 from fulldepth.core.number_format import plus_minus, rounded
 from fulldepth.core.uncertainty import counted
@@ -30,6 +30,8 @@ TERMS = {
 """Term of the objective -> its name."""
 PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
 """Granularity -> name of one removed part."""
+LONGEST = 800
+"""Characters of a model's name with the options that load it; a page shows no command with a longer one."""
 _VISIBLE = {chr(code): chr(0x2400 + code) for code in range(32)} | {" ": "·", "\n": "⏎", "\t": "⇥", "\x7f": "␡"}
 
 
@@ -44,16 +46,22 @@ def visible(text: str, keep: str = "") -> str:
     return "".join(c if c in keep else marks.get(c, c) for c in text)
 
 
-def place_of(model: Mapping[str, Any]) -> str:
-    """A model's folder or Hub name with its revision, as arguments of a command.
+def place_of(meta: Mapping[str, Any]) -> str:
+    """A model's folder or Hub name with its revision and its tokenizer if that was named, as arguments of a command.
 
-    Empty for a model without a name, and for one in memory, whose name is that of its class.
+    Empty for a model without a name, for one in memory, whose name is that of its class, and for names that a page
+    cannot show in full.
+
+    Args:
+        meta: the document of the results, with `model` and `settings`.
     """
+    model = meta.get("model") or {}
     name = model.get("name")
     if not name or name == model.get("class"):
         return ""
-    revision = model.get("revision")
-    return shlex.quote(short(name, 400)) + (f" --revision {shlex.quote(short(revision))}" if revision else "")
+    settings = meta.get("settings") or {}
+    place = shell.word(name) + shell.same_model({**settings, "revision": model.get("revision")})
+    return place if place == short(place, LONGEST) else ""
 
 
 def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str]:

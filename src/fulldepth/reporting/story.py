@@ -7,7 +7,6 @@ A sentence is written only if the data support it: its numbers are measurably be
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fulldepth.core import shell
 from fulldepth.core.errors import enumerated
 from fulldepth.core.number_format import plus_minus, to_decimals
 from fulldepth.core.thresholds import FEEDS, IDLE, LARGE_JUMP, degrees
@@ -295,7 +295,7 @@ def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
     """
     model = meta.get("model") or {}
     data = meta.get("data") or {}
-    place = place_of(model)
+    place = place_of(meta)
     skips = model["skips"] if model.get("skips") is not None else ["attention"]  # earlier versions do not state it
     if model.get("task") != "causal-lm" or not place or not skips:
         return COMPARE
@@ -305,11 +305,12 @@ def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
     texts = str(data.get("path") or data.get("name") or "") if data.get("kind") in ("text", "pairs", "chats") else ""
     if texts.startswith(BUILTIN):
         texts = BUILTIN
-    source = shlex.quote(short(texts or "pairs.jsonl", 400))
+    source = shell.word(short(texts or "pairs.jsonl", 400))
+    options = shell.same_text(meta.get("settings") or {})
     part = "" if "attention" in skips else " --granularity layer --no-fit"  # scalars are of attention and MLP
     return {
         "why": "find removable blocks:",
-        "command": f"fulldepth skip search {place} --data {source} --blocks {blocks}{part} --output plan/",
+        "command": f"fulldepth skip search {place} --data {source}{options} --blocks {blocks}{part} --output plan/",
     }
 
 

@@ -20,6 +20,7 @@ from fulldepth.core import launch
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.core.files import atomic, locked, read_json, remove_leftovers, sha256_of, sha256_of_file, write_text
 from fulldepth.core.progress import Watcher
+from fulldepth.core.shell import word
 from fulldepth.reporting.kinds import EXIT, KINDS, TOGETHER, Kind
 from fulldepth.results import document, influences, table
 from fulldepth.results.document import Finding
@@ -281,7 +282,7 @@ def check_free(folder: str | Path, overwrite: bool = False) -> None:
     if content := holder(folder):
         raise FulldepthError(f"{folder} holds {content}, which needs its own results there. Choose another output.")
     if not overwrite and (Path(folder) / DOCUMENT).exists():
-        page = "" if (Path(folder) / PAGE).exists() else f" Only their page is missing: fulldepth report {folder}"
+        page = "" if (Path(folder) / PAGE).exists() else f" Only their page is missing: fulldepth report {word(folder)}"
         raise FulldepthError(
             f"{folder} already holds results. Choose another output, or replace them with overwrite=True (--overwrite)."
             f"{page}"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import join, quote
+from shlex import quote
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
@@ -18,6 +18,8 @@ import yaml
 
 from fulldepth.core.errors import FulldepthError, brief, enumerated, one_line, unknown
 from fulldepth.core.files import read_bytes, reading
+from fulldepth.core.shell import arguments as listed
+from fulldepth.core.shell import word
 from fulldepth.settings.strict_yaml import MOST_DEPTH, as_flow, parse, parse_value
 
 _INSTALLED = Path(__file__).parents[1] / "recipes_data"
@@ -356,9 +358,9 @@ def command_line(verb: str, arguments: Iterable[Any], options: Mapping[str, Any]
     Returns:
         A line for a shell, with quotes where they are needed.
     """
-    named = [text for key, value in options.items() if value is not None for text in (f"--{key}", str(value))]
+    named = "".join(f" --{key} {word(value)}" for key, value in options.items() if value is not None)
     changed = settings.model_dump(mode="json", exclude_defaults=True)
-    return f"fulldepth {verb} {join([*map(str, arguments), *named])}{assigned(changed)}"
+    return f"fulldepth {verb} {listed(arguments)}{named}{assigned(changed)}"
 
 
 def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:

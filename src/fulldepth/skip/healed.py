@@ -9,7 +9,6 @@ import copy
 import json
 import math
 import re
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from fulldepth.core import shell
 from fulldepth.core.errors import FulldepthError, differences, one_line
 from fulldepth.core.files import write_text
 from fulldepth.core.number_format import plus_minus
@@ -146,7 +146,7 @@ def save_healed(
         facts = (notes["logit_error"], notes["parameters"], notes["notes"])
         card_of(healing.plan, FORMATS[format], *facts, healed=card_numbers(healing, tasks)).write(folder)
         names = [plan.model.name, str(target), *([str(settings.gguf)] if settings.gguf else [])]
-        command = f"fulldepth skip bench {shlex.join(names)} --output bench/"
+        command = f"fulldepth skip bench {shell.arguments(names)} --output bench/"
         results.meta["next"] = {"why": "time it beside the original:", "command": command}
         results.save(folder)
     if settings.gguf is not None:

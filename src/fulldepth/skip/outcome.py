@@ -8,13 +8,13 @@ every candidate, by which a ranking chose. These alone where losses were not com
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fulldepth.core import shell
 from fulldepth.core.errors import FulldepthError
 from fulldepth.core.thresholds import BUSY
 from fulldepth.core.uncertainty import FEWEST_DOCUMENTS, SIGNIFICANT
@@ -91,6 +91,9 @@ def _next_command(plan: Plan, problem: SearchProblem, folder: Path, data: str) -
     """
     anatomy = problem.scorer.anatomy
     model = anatomy.model
+    settings = problem.settings.model_dump()
+    place = shell.arguments([folder, plan.model.name]) + shell.same_model(settings)
+    text = shell.same_text(settings)
     is_foldable = False
     with suppress(FulldepthError):
         check_foldable(anatomy, plan)
@@ -98,8 +101,8 @@ def _next_command(plan: Plan, problem: SearchProblem, folder: Path, data: str) -
     if is_foldable and not problem.scorer.costs.zeroes and obstacle_to_removing(anatomy) is None:
         with suppress(FulldepthError):
             check_format(model, plan, FORMATS[format_for(plan, model)])
-            command = shlex.join(["skip", "heal", str(folder), plan.model.name, "--data", data, "--output", "healed/"])
-            return {"why": "heal what is left, and write a checkpoint:", "command": f"fulldepth {command}"}
+            command = f"fulldepth skip heal {place} --data {shell.word(data)}{text} --output healed/"
+            return {"why": "heal what is left, and write a checkpoint:", "command": command}
     holding = []
     with suppress(FulldepthError):
         holding = holding_formats(model if carries_code(model) else as_stock(model), plan)
@@ -108,9 +111,8 @@ def _next_command(plan: Plan, problem: SearchProblem, folder: Path, data: str) -
     written = next((name for name in ("layer", "folded", "fast") if name in holding), None)
     if written is None:
         return None
-    options = ["--format", written, "--output", f"{written}/"]
-    command = shlex.join(["skip", "apply", str(folder), plan.model.name, *options])
-    return {"why": "write a checkpoint:", "command": f"fulldepth {command}"}
+    command = f"fulldepth skip apply {place} --format {written} --output {written}/"
+    return {"why": "write a checkpoint:", "command": command}
 
 
 def scores_of(plan: Plan, tokens: int) -> list[Any]:
