@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulldepth.core.number_format import bytes_in_words, plus_minus, rounded, to_decimals
+from fulldepth.core.number_format import (
+    bytes_in_words,
+    in_percent,
+    in_percent_with_error,
+    plus_minus,
+    rounded,
+    to_decimals,
+)
 from fulldepth.core.thresholds import degrees
 
 
@@ -65,3 +72,39 @@ def test_the_angle_of_a_displacement(angle):
     """Of two vectors at this angle."""
     first, second = np.array([1.0, 0.0]), np.array([math.cos(math.radians(angle)), math.sin(math.radians(angle))])
     assert degrees((1 - first @ second) / 2) == pytest.approx(angle)
+
+
+@given(st.integers(1, 10**6), st.data())
+def test_a_share_in_per_cent_is_right_to_its_decimal_and_reads_as_none_or_all_only_where_it_is(of, data):
+    count = data.draw(st.integers(0, of))
+    text = in_percent(count / of).removesuffix(" %")
+    bound, _, number = text.rpartition(" ")
+    if bound:
+        assert 0 < count < of
+        assert (100 * count / of < float(number)) == (bound == "below")
+    else:
+        assert abs(float(number) - 100 * count / of) <= 0.0501
+        assert (number in ("0", "100")) == (count in (0, of))
+
+
+def test_examples_of_shares():
+    assert [in_percent(share) for share in (0, 1 / 40, 0.46, 0.975, 1 - 1e-4, 1e-5, 1)] == [
+        "0 %",
+        "2.5 %",
+        "46 %",
+        "97.5 %",
+        "above 99.9 %",
+        "below 0.1 %",
+        "100 %",
+    ]
+
+
+def test_a_share_has_as_many_decimals_as_its_error():
+    pairs = ((0.7, 0.02), (0.4638, 0.0093), (0.3, 0.0004), (0.3, 0.0), (0.3, math.nan))
+    assert [in_percent_with_error(*pair) for pair in pairs] == [
+        "70.0 ± 2.0 %",
+        "46.4 ± 0.9 %",
+        "30.00 ± 0.04 %",
+        "30.0 ± 0.0 %",
+        "30.0 %",
+    ]

@@ -60,13 +60,16 @@ def test_the_accuracy_chooses_the_layers(labelled, tmp_path, without_fresh_proce
     model = sharpened("bert-classifier", 2.0, torch.float32)
     known = taught(model, labelled)
     results = exit.sweep(model, known, tokenizer=tokenizer(), repeats=0, threshold=[1.0])
-    for share, most in ((0.05, results.headline["effective_depth"]["value"]), (0.9, 2)):
+    for share, most in ((0.05, results.headline["effective_depth"]["value"]), (0.025, 3), (0.9, 2)):
         options = {"effective_depth": share, "data": known, "tokenizer": tokenizer()}
         made = exit.export_layers(model, tmp_path / f"c{share}", **options)
         assert made.layers == most if share == 0.05 else made.layers <= most
+        kept = {0.05: "95 %", 0.025: "97.5 %", 0.9: "10 %"}[share]
+        assert f"at least {kept} of the full model's accuracy" in (tmp_path / f"c{share}" / "README.md").read_text()
         cut = tf.AutoModelForSequenceClassification.from_pretrained(made.path)
         right = [row["label"] == answered["label"] for row, answered in zip(known, taught(cut, known), strict=True)]
-        assert f"({sum(right) / len(right):.1%} and 100.0%; by the estimates alone" in made.notes[0]
+        share_right = f"{100 * sum(right) / len(right):.1f}".removesuffix(".0")
+        assert f"({share_right} % and 100 %; by the estimates alone" in made.notes[0]
     assert sum(right) < len(right)
     with refused("nothing is advised"):
         exit.export_layers(model, tmp_path / "d", effective_depth=0.1, data=labelled, tokenizer=tokenizer())

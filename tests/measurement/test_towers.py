@@ -108,6 +108,9 @@ def test_across_modalities(clip, folder, tmp_path):
     own = equal[np.arange(len(names)), scores.argmax(1)].mean()
     assert table["retrieval", "image_to_text", 3, 2] == pytest.approx(own)
     assert own > 0.5
+    of_images = f"{100 * own:.1f}".removesuffix(".0")
+    sentence = results.headline["cross:matched_cosine"]["sentence"]
+    assert f"the nearest text is the right one for {of_images} % of {len(names)} images" in sentence
     assert table["cosine", "matched", 3, 2] > table["cosine", "mismatched", 3, 2] + 0.2
     assert "cross:matched_cosine" in results.headline
     assert [(stack["name"], stack["num_layers"]) for stack in results.meta["stacks"]] == [("image", 3), ("text", 2)]

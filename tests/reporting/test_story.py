@@ -58,7 +58,7 @@ def test_the_paragraph_of_a_model_with_a_jump():
             "Displacement is clearly below 0.02 (16 degrees) in 3 of 6 layers: layers 2 to 4.",
             "The last layer’s displacement is 0.150 ± 0.0001 (46 degrees): 3.0 times the angle of the median layer "
             "(0.018, 15 degrees). Its jump rate is 12.0 ± 0.1 %: large.",
-            "70 ± 2 % of all predictions change in the last two layers.",
+            "70.0 ± 2.0 % of all predictions change in the last two layers.",
         ],
         "next": {
             "why": "find removable blocks:",

@@ -38,3 +38,25 @@ def to_decimals(value: float, decimals: int = 3) -> str:
     """A number of at least 0 with a fixed number of decimals; `below 0.0005` where they would all be zeros."""
     least = 0.5 * 10.0**-decimals
     return f"below {least:.{decimals + 1}f}" if 0 < value < least else f"{value:.{decimals}f}"
+
+
+def in_percent(share: float) -> str:
+    """A share in per cent, with one decimal unless it is whole: `46 %`, `2.5 %`.
+
+    A share that is neither 0 nor 1 reads as neither: `below 0.1 %`, `above 99.9 %`.
+    """
+    number = f"{100 * share:.1f}".removesuffix(".0")
+    if number == "0" and share > 0:
+        return "below 0.1 %"
+    return "above 99.9 %" if number == "100" and share < 1 else f"{number} %"
+
+
+def in_percent_with_error(share: float, error: float) -> str:
+    """A share in per cent and its standard error with as many decimals, one or more: `46.2 ± 1.1 %`, `0.30 ± 0.04 %`.
+
+    Without a known error, the share alone.
+    """
+    if not math.isfinite(error):
+        return f"{100 * share:.1f} %"
+    decimals = max(1, -math.floor(math.log10(100 * error))) if error > 0 else 1
+    return f"{100 * share:.{decimals}f} {plus_minus(100 * error, decimals)} %"

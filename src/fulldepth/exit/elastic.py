@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, one_line
+from fulldepth.core.number_format import in_percent
 from fulldepth.core.progress import Watcher
 from fulldepth.execution.readers import prove_export
 from fulldepth.exit.readings import no_advice, read_exits, sampling
@@ -212,9 +213,9 @@ def _choose(
     cut, full = (readings.accuracy(readings.all_at(layer)) for layer in (layers, num_layers))
     sampled = sampling(measured, readings)["sentence"]
     return layers, (
-        f"The first {layers} of {num_layers} layers: the fewest shown to keep at least {share:.0%} of the full model's "
-        f"accuracy on {measured.sequences.name} ({cut:.1%} and {full:.1%}; by the estimates alone {plain}, 95 % "
-        f"interval {low} to {layers})." + (f" {sampled}" if sampled else "")
+        f"The first {layers} of {num_layers} layers: the fewest shown to keep at least {in_percent(share)} of the full "
+        f"model's accuracy on {measured.sequences.name} ({in_percent(cut)} and {in_percent(full)}; by the estimates "
+        f"alone {plain}, 95 % interval {low} to {layers})." + (f" {sampled}" if sampled else "")
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError
+from fulldepth.core.number_format import in_percent
 from fulldepth.core.progress import Watcher
 from fulldepth.execution.decoding import Decoder, Generation
 from fulldepth.execution.latency import OtherLoad, machine, order
@@ -299,7 +300,7 @@ def _headline(subject: Subject, readings: Readings, rows: Sequence[ExitRow], set
         error: dict[str, Any] = {"standard_error": full.error} if full.error else {"no_standard_error": why}
         return {"accuracy": Finding(full.value, "1", reason, **error).document()}
     plain, low, depth = readings.depth(1 - RELATIVE)
-    share = f"{1 - RELATIVE:.0%} of the full model's {full.value:.1%} accuracy"
+    share = f"{in_percent(1 - RELATIVE)} of the full model's {full.value:.1%} accuracy"
     sentence = (
         f"No layer before the last is shown to keep {share}."
         if depth == readings.num_layers

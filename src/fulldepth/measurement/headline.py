@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from fulldepth.core.number_format import plus_minus, rounded, to_decimals
+from fulldepth.core.number_format import in_percent_with_error, plus_minus, rounded, to_decimals
 from fulldepth.core.thresholds import COPY, NOISE
 from fulldepth.core.uncertainty import FEWEST_CLUSTERS, measurable, plural, reach
 from fulldepth.data.batches import Sequences
@@ -146,7 +146,7 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
 def _linear_gain(gain: float, error: float, groups: float, last: int) -> Finding:
     """Finding on the accuracy of the linear lens in layers 1 to `last`, less that of the plain lens."""
     layers = f"1 to {last}" if last > 1 else "1"
-    amount = f"{100 * gain:.1f} {plus_minus(100 * error)}".rstrip() + " %"
+    amount = in_percent_with_error(gain, error)
     if gain == error == 0:
         sentence = f"Linear and plain lens are equally accurate in early layers ({layers}), in all of the data."
     elif math.isnan(error):

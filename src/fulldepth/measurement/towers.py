@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.core.errors import FulldepthError
+from fulldepth.core.number_format import in_percent
 from fulldepth.data import ImageRecord, Source, TextRecord, choose, identities
 from fulldepth.data.labelled import usable_rows
 from fulldepth.hf import Checkpoint
@@ -90,8 +91,8 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
     matched, mismatched, to_text, to_image = (float(values[-1, -1]) for values in numbers[:4])
     sentence = (
         f"At the last layers an image and its own text have a cosine of {matched:.3f}, with other texts "
-        f"{mismatched:.3f}; the nearest text is the right one for {100 * to_text:.0f} % of {numbers.pairs} images, the "
-        f"nearest image for {100 * to_image:.0f} % of the texts."
+        f"{mismatched:.3f}; the nearest text is the right one for {in_percent(to_text)} of {numbers.pairs} images, the "
+        f"nearest image for {in_percent(to_image)} of the texts."
     )
     finding = Finding(matched, "1", sentence, None, "it is a mean over pairs, which share images and texts")
     combined = combine_stacks(stacks, tabulate(list(cross_rows(numbers))))

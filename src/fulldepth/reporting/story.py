@@ -17,7 +17,7 @@ import pandas as pd
 
 from fulldepth.core import shell
 from fulldepth.core.errors import enumerated
-from fulldepth.core.number_format import plus_minus, to_decimals
+from fulldepth.core.number_format import in_percent, in_percent_with_error, plus_minus, to_decimals
 from fulldepth.core.thresholds import FEEDS, IDLE, LARGE_JUMP, degrees
 from fulldepth.core.uncertainty import measurable, stated_groups
 from fulldepth.reporting.phrases import place_of, short
@@ -224,7 +224,7 @@ def _effect(facts: Facts) -> str:
     )
     alone = [layer for layer, yes in zip(below, nearer, strict=True) if yes and now[layer] / 2 > future[layer]]
     part = facts.removed_part or "layer"
-    share = f"{100 * FEEDS:.0f} %"
+    share = in_percent(FEEDS)
     hurts = f"Removing {_one_of(feeding, part)} changes what later layers compute at later tokens (by over {share})"
     edits = f"{_one_of(alone, part)} changes mostly the prediction at the token where it is missing"
     if feeding and alone:
@@ -251,7 +251,7 @@ def _late(facts: Facts) -> str:
     error = facts.values("saturation", "standard_error_of_cumulative")[layer]
     if layer < 1 or not (share > 0 and measurable(share, error, facts.independent)[0]):
         return ""
-    return f"{100 * share:.0f} {plus_minus(100 * error)} % of all predictions change in the last two layers."
+    return f"{in_percent_with_error(share, error)} of all predictions change in the last two layers."
 
 
 def _early(facts: Facts) -> str:
@@ -348,7 +348,7 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
         ),
         (
             "Settled", "strong = predictions final", "saturation", facts.settled,
-            lambda _, share: f"{100 * share:.0f} % of predictions settled",
+            lambda _, share: f"{in_percent(share)} of predictions settled",
         ),
         (
             "Removed", "strong = its block was removed", "displacement",

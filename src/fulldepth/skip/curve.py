@@ -16,7 +16,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 from fulldepth.core.distributed import Processes, processes
-from fulldepth.core.number_format import plus_minus
+from fulldepth.core.number_format import in_percent, plus_minus
 from fulldepth.core.progress import Watcher
 from fulldepth.data.examples import units
 from fulldepth.execution.heldout import HeldoutLosses
@@ -204,12 +204,12 @@ def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Fin
     elif len(plan.counts) < FEWEST_POINTS:
         shape = f"No break point is stated: a line is fitted to 2 removals, and tested by a third ({removed})."
     elif end.blocks is not None:
-        sure = f"{end.confidence:.0%} of resamples agree; 95 % of the break points are {end.low} to {end.high}"
+        sure = f"{in_percent(end.confidence)} of resamples agree; 95 % of the break points are {end.low} to {end.high}"
         shape = f"Break point: {end.blocks} blocks. {leaves} ({sure})."
     elif end.straight_until == count:
         shape = f"No break point: the loss is a straight line up to {removed} ({end.documents} {held})."
     else:
-        shape = f"No break point: {end.confidence:.0%} of resamples agree. {leaves}, without a kink."
+        shape = f"No break point: {in_percent(end.confidence)} of resamples agree. {leaves}, without a kink."
     cost = f"{removed} add{'s' * (count == 1)} {rows['mean']:.4f} nats to the held-out loss ({interval}), not healed."
     return {
         "break_point": Finding(end.blocks, "layers", shape),
