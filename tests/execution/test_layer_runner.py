@@ -38,6 +38,13 @@ def test_what_keeps_more_than_its_own_keys_and_values_is_refused(name, reason):
         runner_of(tm.build(name))
 
 
+def test_what_keeps_no_cache_is_refused_in_words():
+    model = zoo.build("rwkv", "causal-lm")
+    model.config.pad_token_id = 0
+    with refused("its forward pass keeps nothing where keys and values are expected"):
+        runner_of(model)
+
+
 def test_layers_that_share_keys_and_values_are_refused():
     model = tm.build("llama")
     model.model.layers[2].self_attn.layer_idx = 1

@@ -123,3 +123,31 @@ def test_a_module_may_stand_in_several_places_of_the_list(name, order):
         states = model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
         for got, state in zip(activations["residual"][:-1], states[:-1], strict=True):
             assert_close(got, state)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (tf.BertForQuestionAnswering, {**tiny_models.ENCODER, "num_labels": 2}),
+        (tf.LlamaForQuestionAnswering, tiny_models.DECODER),
+        (
+            tf.DistilBertForQuestionAnswering,
+            {"vocab_size": 96, "dim": 32, "hidden_dim": 48, "n_layers": 3, "n_heads": 4},
+        ),
+        (tf.ViTForMaskedImageModeling, {**tiny_models.VISION, "encoder_stride": 4}),
+    ],
+)
+def test_the_stream_ends_before_predictions_of_any_name(kind, options):
+    """These models give no last hidden state, and call their predictions start_logits or reconstruction."""
+    model = tiny_models.strengthened(kind(kind.config_class(**options)).eval(), 4.0)
+    inputs = tiny_models.inputs(model)
+    found = verify(anatomy_candidates(model), inputs, optional=("branches", "head"))
+    assert found.branches
+    assert found.classifier is None
+    with capture(found.anatomy, ["residual"]) as activations:
+        model(**inputs)
+    stock = model(**inputs, output_hidden_states=True).hidden_states
+    for got, state in zip(activations["residual"][:-1], stock, strict=False):
+        assert_close(got, state)
+    assert_close(found.anatomy.normalise(activations["residual"][-1]), found.anatomy.body(**inputs).last_hidden_state)

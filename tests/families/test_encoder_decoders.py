@@ -89,7 +89,7 @@ def test_the_decoders_last_layer_is_the_stock_model(name):
 def test_a_classifier_of_two_stacks_names_a_way_that_works():
     model = zoo.build("t5", "text-classification", num_labels=3)
     rows = [{"text": row["input"], "label": index} for index, row in enumerate(ROWS)]
-    with refused("Choose the tower encoder to read that stack alone"):
+    with refused("`fulldepth measure --set tower=encoder` reads that stack alone"):
         fulldepth.measure(model, rows, tokenizer=word_tokenizer())
     results = fulldepth.measure(model, rows, tokenizer=word_tokenizer(), tower="encoder", measures=["displacement"])
     assert results.meta["model"]["num_layers"] == 3

@@ -155,7 +155,7 @@ def first_layers(model, batch):
     for block in find_anatomy(whole).block_list:
         block.forward = passing_after(2, counter, block.forward)
     got, expected = (stock_output(each, batch) for each in (cut, whole))
-    for key in ("prediction_logits", "logits", "last_hidden_state"):
+    for key in ("prediction_logits", "logits", "last_hidden_state", "pooler_output"):
         if key in expected:
             assert torch.allclose(got[key], expected[key], rtol=1e-4, atol=1e-4 * float(expected[key].abs().max()))
             return "yes"

@@ -11,6 +11,7 @@ import torch
 import transformers as tf
 from numpy.testing import assert_allclose
 
+import tiny_models
 from fulldepth.core.progress import Watcher
 from fulldepth.exit import generate_texts
 from fulldepth.measurement import lens, measure
@@ -202,3 +203,19 @@ def test_something_else_than_texts_is_refused(given, reason):
         lens("nowhere", given)
     with refused(f"Prompt {reason}"):
         generate_texts("nowhere", given)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("bert-classifier", "predicts one class for a whole text. `fulldepth measure` and `fulldepth exit` read clas"),
+        ("vit", "predicts one class for a whole image. .* on images in class folders"),
+        ("bert-bare", "BertModel has no language-model or classification head known here. `fulldepth measure` reads"),
+        ("clip", "CLIPModel has no language-model or classification head known here. `fulldepth measure` reads"),
+        ("detr", "DetrForObjectDetection detects objects. `fulldepth measure` reads detectors, on images with"),
+    ],
+)
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_model_that_predicts_no_tokens_is_refused_with_a_command_that_reads_it(name, says, linear):
+    with refused(f"The lens shows the predictions at every token: .*{says}"):
+        lens(tiny_models.build(name), TEXT, linear=linear, tokenizer=word_tokenizer())

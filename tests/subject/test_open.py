@@ -8,6 +8,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers as tf
 from pandas.testing import assert_frame_equal
 from PIL import Image
 
@@ -21,6 +22,8 @@ from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subject import Subject
 from refusals import refused
 from skip.word_tokenizer import tokenizer, words
+
+BERT = tf.BertConfig(**tiny_models.ENCODER)
 
 
 def test_measuring_and_leaving_early_read_the_same_sequences():
@@ -47,14 +50,33 @@ def test_what_the_model_does_not_read_is_refused():
     [
         ("bert", {"language"}, "is no causal language model: it does not predict the next token"),
         ("vit", {"language"}, "is no causal language model: it does not predict the next token"),
-        ("bert-bare", {"targets"}, "predicts neither tokens nor a class"),
+        (
+            "bert",
+            {"language"},
+            "`fulldepth measure`, `fulldepth lens` and `fulldepth exit` read masked language",
+        ),
+        ("vit", {"language"}, "`fulldepth measure` and `fulldepth exit` read classifiers, on images in class"),
+        ("detr", {"language"}, "`fulldepth measure` reads detectors, on images with boxes"),
+        ("bert-bare", {"targets"}, "BertModel has no language-model or classification head known here. .* reads the"),
+        ("bert-tokens", {"targets"}, "Early exit takes .*: BertForTokenClassification labels every token; layers are"),
         ("detr", {"targets"}, "is an encoder-decoder; early exit takes a language model of one stack"),
         ("llama", {"tokenizer"}, "needs its tokenizer"),
     ],
 )
 def test_what_a_command_needs_is_refused_where_it_is_missing(name, needs, says):
-    with refused(says), Subject.open(tiny_models.build(name), None, LoadingSettings(), needs=needs):
+    model = tf.BertForTokenClassification(BERT) if name == "bert-tokens" else tiny_models.build(name)
+    with refused(says), Subject.open(model, None, LoadingSettings(), needs=needs):
         pass
+
+
+def test_a_model_that_chooses_among_texts_is_refused_and_its_body_is_read():
+    """The body of a model whose batch has one dimension more than a text."""
+    model = tf.BertForMultipleChoice(BERT).eval()
+    opening = {"data": [words(*range(1, 9))] * 3, "settings": MeasureSettings(), "tokenizer": tokenizer()}
+    with refused("reads several texts at a time .*fulldepth.measure.model.bert, "), Subject.open(model, **opening):
+        pass
+    with Subject.open(model.bert, **opening) as subject:
+        assert subject.anatomy.num_layers == BERT.num_hidden_layers
 
 
 @pytest.mark.parametrize("needs", [set(), {"language", "head", "branches"}, {"plain"}])

@@ -360,7 +360,8 @@ def _decode(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> Tensor:
         cache = cache_in(output)
         before = end
         if not isinstance(cache, DynamicCache):
-            raise FulldepthError(f"its forward pass keeps {type(cache).__name__}, no cache of keys and values")
+            kept = "nothing" if cache is None else type(cache).__name__
+            raise FulldepthError(f"its forward pass keeps {kept} where keys and values are expected")
         if other := {type(layer).__name__ for layer in cache.layers if type(layer) not in KNOWN_LAYERS}:
             raise FulldepthError(f"its cache has layers of type {', '.join(sorted(other))}")
         lengths = [cache.get_seq_length(index) for index in range(len(cache.layers))]

@@ -50,6 +50,8 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     logits: Tensor | None = None
     """Logits of the whole model; None without a head."""
+    predicts: bool = False
+    """True if the whole model gives predictions and no last hidden state, under any names: `start_logits`."""
 
     def readers(self, state: Tensor) -> Iterator[Call]:
         """The calls whose input is this state."""
@@ -85,7 +87,9 @@ def follow(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
             traced.append((path, module))
     with hooked(module.register_forward_hook(partial(record, path), with_kwargs=True) for path, module in traced):
         output = run(runner, body_inputs(anatomy, inputs))
-    trace.logits = logits_of(output) if runner is anatomy.model else None
+    if runner is anatomy.model:
+        trace.logits = logits_of(output)
+        trace.predicts = isinstance(output, Mapping) and "last_hidden_state" not in output
     return trace
 
 
@@ -251,7 +255,9 @@ def _end(anatomy: Anatomy, trace: Trace) -> Tensor:
     names = anatomy.blocks_path.split(".")
     around = [".".join(names[:count]) for count in range(len(names))]
     last = {call.path: call for call in trace.calls}
-    ends = [last[path].gave for path in around if path in last and (path or trace.logits is None)]
+    ends = [last[path].gave for path in around if path in last]
+    if "" in last and (trace.logits is not None or (trace.predicts and len(ends) > 1)):
+        ends = ends[1:]
     if not ends:
         raise FulldepthError("no module around the blocks gives a last hidden state, so it is not known where they end")
     return ends[0]

@@ -23,6 +23,7 @@ from fulldepth.hf import (
     check_exit_heads,
     device_of,
     evaluating,
+    instead_of_language,
     logits_of,
     no_single_class,
     rows_of,
@@ -125,10 +126,10 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
     try:
         trace = follow(candidates[0], inputs)
     except FulldepthError as error:
-        options = " or ".join(towers(candidates[0].model))
+        options = " or ".join(f"tower={name}" for name in towers(candidates[0].model))
         if not options or candidates[0].family.tower:
             raise
-        raise FulldepthError(f"{error}. Its towers can be read alone, by tower: {options}.") from error
+        raise FulldepthError(f"{error}. `fulldepth measure` reads its towers alone (--set {options}).") from error
     failures: dict[str, str] = {}
     incomplete: list[Verified] = []
     for anatomy in candidates:
@@ -397,5 +398,5 @@ def check_language(model: PreTrainedModel, task: str) -> None:
     if task != "causal-lm":
         raise FulldepthError(
             f"{one_line(type(model).__name__, 100)} is no causal language model: it does not predict the next token at "
-            "every position."
+            f"every position. {instead_of_language(model)}"
         )

@@ -13,10 +13,8 @@ from fulldepth.hf.anatomy import (
     is_adapted,
     layer_config,
     logits_of,
-    no_single_class,
     sample_inputs,
     stacked_experts,
-    task_of,
     text_config,
     unused_positions,
 )
@@ -84,6 +82,13 @@ from fulldepth.hf.run_checkpoints import (
 from fulldepth.hf.scalars import GRANULARITIES, Block, Scalars
 from fulldepth.hf.stream_scale import known_stream_scale
 from fulldepth.hf.surgery import Switches, skipping
+from fulldepth.hf.tasks import (
+    instead_of_language,
+    no_single_class,
+    refuse_without_tokens,
+    task_of,
+    unread_prediction,
+)
 from fulldepth.hf.truncation import check_depth, cut_config, few_layers, first_layers, truncated, without_layers
 
 __all__ = [
@@ -139,6 +144,7 @@ __all__ = [
     "image_config",
     "in_memory",
     "incomplete_checkpoints",
+    "instead_of_language",
     "is_adapted",
     "is_offloaded",
     "is_sealed",
@@ -161,6 +167,7 @@ __all__ = [
     "pick_device",
     "pick_dtype",
     "plain_generation",
+    "refuse_without_tokens",
     "restore_exit_heads",
     "rows_of",
     "sample_inputs",
@@ -176,6 +183,7 @@ __all__ = [
     "text_config",
     "trained_steps",
     "truncated",
+    "unread_prediction",
     "unused_positions",
     "unwrapped",
     "uses_fsdp",

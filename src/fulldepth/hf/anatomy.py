@@ -14,44 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, first_reason
 from fulldepth.hf.families import FUNCTIONS, OR, Family, Head, rows_of
-from fulldepth.hf.finder import STACKS, body_of, find_families, refuse_other_inputs, unwrapped
-
-TASKS = {
-    "ForCausalLM": "causal-lm",
-    "LMHeadModel": "causal-lm",
-    "ForMaskedLM": "masked-lm",
-    "ForPreTraining": "masked-lm",
-    "ForSequenceClassification": "text-classification",
-    "ForImageClassification": "image-classification",
-}
-"""Ending of a model's class name -> its task; every other class is a `representation`.
-
-`ForPreTraining` is a masked language model only with a head over the vocabulary: ELECTRA's and Funnel's detect
-replaced tokens, others reconstruct images or sound."""
-
-
-def task_of(model: Any) -> str:
-    """The task of a model's head: a value of `TASKS`, `detection` for families with a box head, or `representation`."""
-    name = type(model).__name__
-    if name.endswith("ForObjectDetection"):
-        rows = rows_of(model.config.model_type) or ()
-        return "detection" if any(row.box_head is not None for row in rows) else "representation"
-    task = next((task for suffix, task in TASKS.items() if name.endswith(suffix)), "representation")
-    if name.endswith("ForPreTraining") and model.get_output_embeddings() is None:
-        return "representation"
-    generates = name.endswith("ForConditionalGeneration") and not model.config.is_encoder_decoder
-    return "causal-lm" if generates else task  # a decoder that also accepts images
-
-
-def no_single_class(config: Any) -> str | None:
-    """The reason why a classifier with this configuration does not predict one class out of several (a regression, or
-    several classes at a time); None if it does.
-    """
-    number = getattr(config, "num_labels", 2)
-    problem = getattr(config, "problem_type", None)
-    if number >= 2 and problem not in ("regression", "multi_label_classification"):
-        return None
-    return f"does not predict one class out of several (num_labels {number}, problem_type {problem})"
+from fulldepth.hf.finder import STACKS, body_of, find_families, refuse_choices, refuse_other_inputs, unwrapped
+from fulldepth.hf.tasks import task_of
 
 
 @dataclass(frozen=True)
@@ -371,6 +335,7 @@ def anatomy_candidates(
         FulldepthError: if the model is not in the table and has no list of blocks, or a tower has to be chosen.
     """
     model = unwrapped(model)
+    refuse_choices(model)
     if override:
         return [_described(Anatomy(model, Family.from_mapping(override)))]
     rows = rows_of(model.config.model_type)
@@ -383,8 +348,9 @@ def anatomy_candidates(
             refuse_other_inputs(model)
         towers = " or ".join(str(row.tower) for row in present)
         raise FulldepthError(
-            f"{type(model).__name__} has two towers; choose one by tower: {towers}. fulldepth measure "
-            "reads both on images with texts (columns image and text)."
+            f"{type(model).__name__} has two towers. Choose one (tower: {towers}) for fulldepth measure and "
+            "Objective.attach; measure also reads both on images with texts (columns image and text). Other commands "
+            "take a checkpoint of one tower."
         )
     if len(present) > 1:
         present = [row for row in present if row.tower == tower]

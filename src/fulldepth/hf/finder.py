@@ -121,14 +121,24 @@ def _stack(model: PreTrainedModel, name: str) -> Any:
     return None
 
 
+def refuse_choices(model: PreTrainedModel) -> None:
+    """Refuse models that read several texts at a time and choose one."""
+    if (name := type(model).__name__).endswith("ForMultipleChoice"):
+        raise FulldepthError(
+            f"{name} reads several texts at a time and chooses one of them; fulldepth gives a model one text at a "
+            f"time. Its body reads single texts: fulldepth.measure(model.{model.base_model_prefix}, data, "
+            "tokenizer=...) in Python."
+        )
+
+
 def refuse_other_inputs(model: PreTrainedModel) -> None:
     """Refuse encoder-decoders, and models of inputs other than text and images."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False) and name.endswith("ForSequenceClassification"):
         raise FulldepthError(
-            f"{name} is an encoder-decoder that classifies: both stacks read the text, and the head reads the "
-            "decoder's last state, so neither stack is the classifier. Choose the tower encoder to read that stack "
-            "alone."
+            f"{name} is an encoder-decoder that classifies: its head reads the decoder's last state, so neither stack "
+            "is the classifier. `fulldepth measure --set tower=encoder` reads that stack alone; other commands refuse "
+            "it."
         )
     if getattr(model.config, "is_encoder_decoder", False) and model.main_input_name != "input_ids":
         raise FulldepthError(

@@ -11,7 +11,7 @@ from fulldepth.core.errors import FulldepthError, unknown
 from fulldepth.data import Sequences
 from fulldepth.execution import Verified
 from fulldepth.execution.verify import READS_LATER
-from fulldepth.hf import Anatomy, Classifier, available_memory
+from fulldepth.hf import Anatomy, Classifier, available_memory, unread_prediction
 from fulldepth.hf.surgery import obstacle_to_removing
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import NO_TARGET
@@ -304,7 +304,7 @@ def _no_targets(subject: Subject, shows_all: bool) -> str:
     if classifier is None and "head" in verified.unproven:
         return f"the head of {subject.kind} is not known: {verified.unproven['head']}"
     if classifier is None:
-        return f"{subject.kind} has no language-model or classification head known here"
+        return unread_prediction(subject.model)
     if anatomy.task == "detection":
         return "the queries of a detector have no target each: average_precision reads them"
     if anatomy.task == "representation":

@@ -25,7 +25,7 @@ from fulldepth.data.columns import list_of_texts
 from fulldepth.data.corpus import CORPUS
 from fulldepth.execution import Verified
 from fulldepth.execution.memory import reset_peak, run_peak
-from fulldepth.hf import Checkpoint, find_checkpoints, known_stream_scale, packaged, task_of
+from fulldepth.hf import Checkpoint, find_checkpoints, known_stream_scale, packaged, refuse_without_tokens, task_of
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, NO_TARGET, caveats, gaps, sampling, zero_weights
@@ -371,6 +371,8 @@ def measure_model(
     start = time.perf_counter()
     reset_peak()
     with Subject.open(model, None, settings, device=process.device(settings.device)) as whole:
+        if _is_lens(settings):
+            refuse_without_tokens(whole.model)
 
         def measured(
             data: Any, settings: MeasureSettings, extra: Extra | None = None, start: float | None = None
@@ -391,6 +393,11 @@ def measure_model(
             if names and not task_of(whole.model).endswith("-classification"):
                 return measure_each(names, data, settings, measured)
         return measured(data, settings, start=start)[0]
+
+
+def _is_lens(settings: MeasureSettings) -> bool:
+    """Return True for the settings with which `lens` measures its texts."""
+    return settings.measures in (OF_LENS, [*LINEAR_LENS]) and settings.one_per_row and settings.lens_tokens is None
 
 
 def measure_subject(
@@ -421,7 +428,7 @@ def measure_subject(
     if settings.reference is not None:
         reference, scales = _reference(subject, settings.reference, settings, process)
     clock.seconds["load"] = time.perf_counter() - start
-    shows_all = settings.measures in (OF_LENS, [*LINEAR_LENS]) and settings.grid_samples >= len(subject.sequences)
+    shows_all = _is_lens(settings) and settings.grid_samples >= len(subject.sequences)
     plan = make_plan(subject, counting, settings, stream_scale=scales, shows_all=shows_all)
     setup = plan.setup
     if extra is not None and (further := extra(subject, counting, setup)) is not None:

@@ -35,6 +35,7 @@ from fulldepth.hf import (
     sample_inputs,
     task_of,
     text_config,
+    unread_prediction,
     unwrapped,
 )
 from fulldepth.hf.model_hash import configuration_hash, model_hash
@@ -264,8 +265,8 @@ class Subject:
             )
         if "targets" in self.needs and task not in PREDICTING:
             raise FulldepthError(
-                f"{self.kind} predicts neither tokens nor a class, so no layer can be left early. Expected a language "
-                "model, or a classifier of texts or images."
+                f"Early exit takes a language model, or a classifier of texts or images: {unread_prediction(model)}. "
+                "`fulldepth measure` reads the layers of other models."
             )
         if "targets" in self.needs and task.endswith("-classification") and (reason := no_single_class(model.config)):
             raise FulldepthError(f"{self.kind} {reason}; the rules of early exit compare the probabilities of classes.")
