@@ -106,6 +106,8 @@ def test_a_number_has_as_many_decimals_as_its_error_and_no_exponent():
         "-0.123",
         "−1,234",
     )
+    small = [minus(value, ".3g") for value in (1e-9, -2.5e-12, 0.00012)]
+    assert small == ["1 × 10⁻⁹", "−2.5 × 10⁻¹²", "0.00012"]
 
 
 def test_a_comparison_says_first_what_its_table_does_not():
@@ -334,6 +336,18 @@ HOVERED = """(div) => {
     return [...div.querySelectorAll(".hoverlayer text")].map((one) => one.textContent).join(" ");
 }"""
 """Text of the hover boxes at the first layer of a figure."""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(("layers", "least"), [(2, 2), (12, 4), (47, 4), (100, 4)])
+def test_ticks_of_narrow_figures_are_layers_and_the_last_layer_is_one(layers, least, tmp_path, visit):
+    path = synthetic.language_model(layers).save(tmp_path / "out") / PAGE
+    page = visit(path, viewport={"width": 400, "height": 900})
+    for name, axis, first in (("displacement", "x", 1), ("cosine", "x", 0), ("cosine", "y", 0)):
+        named = page.locator(f"[data-figure='{name}'] .{axis}tick text").all_text_contents()
+        ticks = [int(text) for text in named]  # of a layer that does not exist, such as 0.5, this fails
+        assert first <= min(ticks) < max(ticks) == layers
+        assert least <= len(ticks) <= 6
 
 
 @pytest.mark.browser

@@ -96,6 +96,13 @@ def test_layer_ticks_are_few_whole_and_end_at_the_last_layer(layers):
     assert layers - axis["tickvals"][-1] <= layers / 12
 
 
+def test_the_alternative_text_has_the_unit_of_the_ticks():
+    """Shares have a format, jump rates a suffix."""
+    curve = go.Scatter(name="Jump rate", x=[1, 2], y=[0.25, 22.71])
+    alt = figure([curve], xaxis=layer_axis(2), yaxis={"ticksuffix": " %"}).layout.meta["alt"]
+    assert alt == "Jump rate: 0.25 % at layer 1 to 22.7 % at layer 2."
+
+
 def test_the_alternative_text_says_where_a_curve_is_lowest_and_highest():
     def told(y):
         traces = [go.Scatter(x=[0, 1, 2], y=y, name="Cosine")]

@@ -46,6 +46,8 @@ SIGNED_SCALE = [[i / 20, colour] for i, colour in enumerate((*OPPOSITE[:0:-1], *
 DIFFERENCE_SCALE = [[i / 20, colour] for i, colour in enumerate((*BELOW[:0:-1], *ABOVE))]
 """Colour scale for differences, neutral at zero."""
 
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+"""Characters of a power of ten."""
 MOST_DESCRIBED = 4
 """Maximum number of curves that an alternative text describes in a sentence each."""
 MOST_NAMED = 12
@@ -150,6 +152,7 @@ def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any
     others. Curves without a value are left out.
     """
     form = ".1%" if str(yaxis.get("tickformat")).endswith("%") else ".3g"
+    unit = yaxis.get("ticksuffix", "")
     across = xaxis["title"]["text"]
     place = xaxis.get("unifiedhovertitle", {}).get("text", f"{across} %{{x}}").lower().replace("%{x:,}", "%{x}")
     described = [trace for trace in traces if trace.hoverinfo != "skip" and getattr(trace, "fill", None) is None]
@@ -161,14 +164,14 @@ def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any
             continue
         points = [(y, x) for x, y in zip(trace.x, trace.y, strict=True) if y is not None]
         ends = dict.fromkeys(end(points, key=lambda point: point[0]) for end in (min, max))
-        texts = [f"{minus(y, form)} at {place.replace('%{x}', _on_axis(x, xaxis))}" for y, x in ends]
+        texts = [f"{minus(y, form)}{unit} at {place.replace('%{x}', _on_axis(x, xaxis))}" for y, x in ends]
         yield f"{trace.name}: {' to '.join(texts)}."
     summed_up = described[MOST_DESCRIBED:]
     if summed_up:
         names = [trace.name for trace in summed_up]
         subject = ", ".join(names) if len(names) <= MOST_NAMED else f"{names[0]} to {names[-1]} ({len(names)} curves)"
         values = [y for trace in summed_up for y in _values(trace)]
-        yield f"{subject}: between {minus(min(values), form)} and {minus(max(values), form)}."
+        yield f"{subject}: between {minus(min(values), form)}{unit} and {minus(max(values), form)}{unit}."
 
 
 def _values(trace: Any) -> list[Any]:
@@ -187,7 +190,10 @@ def _on_axis(x: float, xaxis: dict[str, Any]) -> str:
 def minus(value: float, form: str) -> str:
     """The number in Python's format `form`, with a true minus sign, and without a sign if it prints as zero.
 
-    A large number in a format such as `.3g` has thousands separators, not an exponent.
+    A large number in a format such as `.3g` has thousands separators, a small one a power of ten: `1.5 × 10⁻⁹`.
     """
     text = rounded(value, form) if form.endswith("g") else f"{value:{form}}"
-    return text.lstrip("+-") if not any(digit in text for digit in "123456789") else text.replace("-", "−")
+    mantissa, _, power = text.partition("e")
+    if power:
+        text = f"{mantissa} × 10{str(int(power)).translate(SUPERSCRIPT)}"
+    return text.lstrip("+-") if not any(digit in mantissa for digit in "123456789") else text.replace("-", "−")

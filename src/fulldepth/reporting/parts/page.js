@@ -56,7 +56,7 @@ function layoutFor(div, { data, layout }) {
   const base = recoloured(layout);
   const isMap = data.some((trace) => trace.type === "heatmap");
   const width = paper() ? PRINT_WIDTH : div.clientWidth;
-  if (width < 400) for (const axis of isMap ? [base.xaxis, base.yaxis] : [base.xaxis]) Object.assign(axis, { tickvals: null, ticktext: null, nticks: 6 });
+  if (width < 400) for (const axis of isMap ? [base.xaxis, base.yaxis] : [base.xaxis]) Object.assign(axis, fewerTicks(axis));
   const template = recoloured(DATA.template);
   if (state.layer && base.xaxis.unifiedhovertitle?.text === "Layer %{x}" && !isMap && `${div.dataset.figure.split(":")[1]} `.startsWith(state.stack && `${state.stack} `)) {
     const ends = { x0: state.layer - 0.5, x1: state.layer + 0.5, y0: 0, y1: 1, yref: "paper" };
@@ -68,6 +68,13 @@ function layoutFor(div, { data, layout }) {
   const margin = { l: width < 480 ? 46 : 56, r: 12, t: (isMap ? 8 : 20) + toolbar, b: 44 };
   const legend = { ...base.legend, ...(toolbar && { yref: "container", y: 1 - toolbar / height, yanchor: "top" }) };
   return { ...base, template, height, width, margin, legend, autosize: false, dragmode: FINE ? "zoom" : false };
+}
+
+/** Settings of an axis with at most six of its ticks, the last one among them; without ticks of its own, plotly's. */
+function fewerTicks({ tickvals, ticktext }) {
+  if (!tickvals || ticktext) return { tickvals: null, ticktext: null, nticks: 6 };
+  const step = Math.ceil(tickvals.length / 6);
+  return { tickvals: tickvals.filter((_, at) => (tickvals.length - 1 - at) % step === 0) };
 }
 
 /** What a legend of several lines takes, so that it does not take it from the figure. */
