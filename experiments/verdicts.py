@@ -32,9 +32,12 @@ POWER = (
     "about 1.4 standard deviations (80 % power)."
 )
 GLANCE = (
-    "A column for each pool of runs, which the sections below describe. A verdict with its number of seeds is an "
-    "indication; not judged, for the reason stated below its pool's table; empty where a claim is not about the pool."
+    "Under each verdict stand the pools of runs that give it, which the sections below describe. A pool with its "
+    "number of seeds in brackets, fewer than five, gives an indication. Why a claim is not judged stands below its "
+    "pool's table."
 )
+WORDS = ("held", "not held", "inconclusive", "not judged")
+"""Verdicts."""
 Runs = dict[str, dict[int, dict[str, Any]]]
 """Arm -> seed -> numbers."""
 
@@ -221,21 +224,23 @@ def adjusted_in_papers(every: Sequence[Judged]) -> dict[tuple[str, str], float]:
 
 
 def overview(pools: dict[str, Runs]) -> list[str]:
-    """The verdict on every claim in every pool, as lines of Markdown."""
-    words: dict[tuple[str, str, str], str] = {}
+    """For every claim the pools of each verdict, as lines of Markdown."""
+    listed: dict[tuple[str, str], dict[str, list[str]]] = {}
     for pool, runs in pools.items():
         every = [judge(*claimed, runs, pool) for claimed in claimed_in(pool)]
         adjusted = adjusted_in_papers(every)
         for judged in every:
             of_test = adjusted.get((judged.paper, judged.name))
-            word = "not judged" if of_test is None else verdict(judged, of_test)
-            words[judged.paper, judged.name, pool] = word.replace("indication, ", "")
-    lines = [f"| paper | claim | {' | '.join(pools)} |", "|---" * (len(pools) + 2) + "|"]
+            word = "not judged" if of_test is None else verdict(judged, of_test).partition(" (")[0]
+            is_indication = of_test is not None and judged.seeds < FEWEST
+            cells = listed.setdefault((judged.paper, judged.name), {})
+            cells.setdefault(word, []).append(pool + f" ({judged.seeds})" * is_indication)
+    lines = [f"| paper | claim | {' | '.join(WORDS)} |", "|---" * (len(WORDS) + 2) + "|"]
     for paper, own in CLAIMS["papers"].items():
         for name, claim in own.items():
-            cells = [words.get((paper, name, pool), "") for pool in pools]
-            if any(cells):
-                lines.append(f"| {paper} | {claim['sentence']} | {' | '.join(cells)} |")
+            if cells := listed.get((paper, name)):
+                pools_of_words = [", ".join(cells.get(word, [])) for word in WORDS]
+                lines.append(f"| {paper} | {claim['sentence']} | {' | '.join(pools_of_words)} |")
     return lines
 
 

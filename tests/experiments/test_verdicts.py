@@ -65,19 +65,21 @@ def test_the_overview_has_the_verdicts_of_the_tables():
     assert {row[1] for row in rows} <= {
         claim["sentence"] for own in CLAIMS["papers"].values() for claim in own.values()
     }
-    for column, pool in enumerate(head[2:], start=2):
-        section = page.split(f"## Pool {pool}\n")[1].split("\n## ")[0]
-        tested = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \| [+-]", section, re.MULTILINE))
-        assert tested
-        for row in rows:
-            sentence, word = row[1], (row + [""] * len(head))[column].strip(" |")
-            listed = any(
-                f"{row[0]}, {name}" in section
-                for name, claim in CLAIMS["papers"][row[0]].items()
-                if claim["sentence"] == sentence
-            )
-            expected = tested.get(sentence, "not judged" if listed else "").replace("indication, ", "")
-            assert word == expected, (pool, sentence)
+    assert head[2:] == ["held", "not held", "inconclusive", "not judged"]
+    sections = re.findall(r"^## Pool (\S+)\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL)
+    assert len(sections) == len(list((ROOT / "docs" / "claims").glob("*.jsonl")))
+    for paper, sentence, *cells in rows:
+        [name] = [name for name, claim in CLAIMS["papers"][paper].items() if claim["sentence"] == sentence]
+        expected = {word: [] for word in head[2:]}
+        for pool, section in sections:
+            tested = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \| [+-]", section, re.MULTILINE))
+            if sentence in tested:
+                word, _, seeds = tested[sentence].partition(" (indication, ")
+                expected[word].append(f"{pool} ({seeds[0]})" if seeds else pool)
+            elif re.search(rf"{paper}, {name}[;.]", section):
+                expected["not judged"].append(pool)
+        stated = [cell.strip(" |") for cell in cells] + [""] * (4 - len(cells))
+        assert stated == [", ".join(pools) for pools in expected.values()], sentence
 
 
 def test_the_readmes_table_is_made_of_the_stored_runs():
