@@ -100,11 +100,12 @@ def test_examples_of_shares():
 
 
 def test_a_share_has_as_many_decimals_as_its_error():
-    pairs = ((0.7, 0.02), (0.4638, 0.0093), (0.3, 0.0004), (0.3, 0.0), (0.3, math.nan))
+    pairs = ((0.7, 0.02), (0.4638, 0.0093), (0.3, 0.0004), (0.3, 0.0), (0.3, 1e-17), (0.3, math.nan))
     assert [in_percent_with_error(*pair) for pair in pairs] == [
         "70.0 ± 2.0 %",
         "46.4 ± 0.9 %",
         "30.00 ± 0.04 %",
         "30.0 ± 0.0 %",
+        "30.0000 ± 0.0000 %",
         "30.0 %",
     ]

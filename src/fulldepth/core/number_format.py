@@ -52,11 +52,11 @@ def in_percent(share: float) -> str:
 
 
 def in_percent_with_error(share: float, error: float) -> str:
-    """A share in per cent and its standard error with as many decimals, one or more: `46.2 ± 1.1 %`, `0.30 ± 0.04 %`.
+    """A share in per cent and its standard error with as many decimals, one to four: `46.2 ± 1.1 %`, `0.30 ± 0.04 %`.
 
-    Without a known error, the share alone.
+    Without a known error, the share alone. The error of equal shares may be rounding noise, of 1e-17.
     """
     if not math.isfinite(error):
         return f"{100 * share:.1f} %"
-    decimals = max(1, -math.floor(math.log10(100 * error))) if error > 0 else 1
+    decimals = min(max(1, -math.floor(math.log10(100 * error))), 4) if error > 0 else 1
     return f"{100 * share:.{decimals}f} {plus_minus(100 * error, decimals)} %"
