@@ -191,7 +191,8 @@ def test_operations_of_a_training_step_are_those_that_pytorch_counts(again):
         assert counted(step) == expected - first
 
 
-def test_what_cannot_be_replayed_is_refused():
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_what_cannot_be_replayed_is_refused(mode):
     calls, examples = [], plain.sentences(3, seed=6)
 
     def once(module, args, output):
@@ -204,6 +205,6 @@ def test_what_cannot_be_replayed_is_refused():
     for hook, words in ((once, "misses the model's own state"), (in_place, "in place|overwrites its input")):
         model = tm.build("llama")
         plain.blocks_of(model)[1].register_forward_hook(hook)
-        with refused(words):
+        with refused(words), mode():
             LayerRunner(anatomy_candidates(model)[0], make_batches(examples, 3)[0].inputs)
         assert not any("forward" in vars(module) for module in model.modules())

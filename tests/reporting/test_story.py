@@ -56,7 +56,7 @@ def test_the_paragraph_of_a_model_with_a_jump():
     assert told == {
         "sentences": [
             "Displacement is clearly below 0.02 (16 degrees) in 3 of 6 layers: layers 2 to 4.",
-            "The last layer’s displacement is 0.150 ± 0.0001 (46 degrees): 3.0 times the angle of the median layer "
+            "The last layer’s displacement is 0.1500 ± 0.0001 (46 degrees): 3.0 times the angle of the median layer "
             "(0.018, 15 degrees). Its jump rate is 12.0 ± 0.1 %: large.",
             "70.0 ± 2.0 % of all predictions change in the last two layers.",
         ],
@@ -156,7 +156,7 @@ def test_idle_layers_are_counted_after_holm():
 @pytest.mark.parametrize(("error", "size"), [(0.5, ": large"), (1.5, ""), (7.0, None)])
 def test_a_jump_has_a_size_only_beyond_its_error(error, size):
     text = paragraph(facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], jump_error=error), META)["sentences"][1]
-    expected = "" if size is None else f" Its jump rate is 12.0 ± {error:.2g} %{size}."
+    expected = "" if size is None else f" Its jump rate is 12.0 ± {error:.1f} %{size}."
     assert text.endswith(f"3.0 times the angle of the median layer (0.018, 15 degrees).{expected}")
 
 
@@ -227,7 +227,7 @@ def test_parts_of_layers_and_single_layers_are_named(part, name):
 def test_small_displacements_are_no_zeros():
     small = facts([0.2, 0.0006, 0.2, 0.0002])
     (strip,) = profile(small)["rows"]
-    assert strip["texts"][1::2] == ["displacement 0.001 ± 0.0001", "displacement below 0.0005"]
+    assert strip["texts"][1::2] == ["displacement 0.0006 ± 0.0001", "displacement below 0.0005"]
     assert "displacement is below 0.0005 (2 degrees)" in " ".join(paragraph(small, META)["sentences"])
 
 
@@ -290,7 +290,7 @@ def test_the_strip_has_a_shade_for_every_number():
     displacement, settled = strip["rows"]
     assert displacement["shades"] == [10, 0, 5, 0]  # a logarithmic scale from 0.005 to 0.5
     assert settled["shades"] == [0, 5, 10, 10]
-    assert displacement["texts"][0] == "displacement 0.500 ± 0.0001"
+    assert displacement["texts"][0] == "displacement 0.5000 ± 0.0001"
     assert strip["idle"] == [2, 4]
     assert strip["limit"] == "displacement clearly below 0.02"
     assert profile(BARE) is None

@@ -26,6 +26,19 @@ def plus_minus(error: float | None, decimals: int | None = None) -> str:
     return f"± {error:.{1 - math.floor(math.log10(error))}f}" if "e-" in text else f"± {text}"
 
 
+def with_error(value: float, error: float, decimals: int) -> str:
+    """A number and its standard error with as many decimals: `0.128 ± 0.001`, `0.1500 ± 0.0001`.
+
+    There are `decimals` decimals, or up to three more if the error's first digit needs them; an error that needs more
+    is rounding noise. Without a known error, the number stands alone.
+    """
+    if not math.isfinite(error):
+        return f"{value:.{decimals}f}"
+    needed = -math.floor(math.log10(error)) if error > 0 else decimals
+    shown = needed if decimals < needed <= decimals + 3 else decimals
+    return f"{value:.{shown}f} {plus_minus(error, shown)}"
+
+
 def bytes_in_words(count: float) -> str:
     """A number of bytes in the largest decimal unit that it fills: `980 bytes`, `1.46 MB`, `15.20 GB`."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
@@ -52,11 +65,5 @@ def in_percent(share: float) -> str:
 
 
 def in_percent_with_error(share: float, error: float) -> str:
-    """A share in per cent and its standard error with as many decimals, one to four: `46.2 ± 1.1 %`, `0.30 ± 0.04 %`.
-
-    Without a known error, the share alone. The error of equal shares may be rounding noise, of 1e-17.
-    """
-    if not math.isfinite(error):
-        return f"{100 * share:.1f} %"
-    decimals = min(max(1, -math.floor(math.log10(100 * error))), 4) if error > 0 else 1
-    return f"{100 * share:.{decimals}f} {plus_minus(100 * error, decimals)} %"
+    """A share in per cent and its standard error, as `with_error` writes them: `46.2 ± 1.1 %`, `0.30 ± 0.04 %`."""
+    return f"{with_error(100 * share, 100 * error, 1)} %"

@@ -17,7 +17,7 @@ import pandas as pd
 
 from fulldepth.core import shell
 from fulldepth.core.errors import enumerated
-from fulldepth.core.number_format import in_percent, in_percent_with_error, plus_minus, to_decimals
+from fulldepth.core.number_format import in_percent, in_percent_with_error, to_decimals, with_error
 from fulldepth.core.thresholds import FEEDS, IDLE, LARGE_JUMP, degrees
 from fulldepth.core.uncertainty import measurable, stated_groups
 from fulldepth.reporting.phrases import place_of, short
@@ -197,7 +197,7 @@ def _last(facts: Facts) -> str:
         return sentence
     size = ": large" if jump > LARGE_JUMP else ": not large"
     size *= bool(measurable(jump - LARGE_JUMP, jump_error, facts.independent)[0])
-    return f"{sentence} Its jump rate is {jump:.1f} {plus_minus(jump_error)} %{size}."
+    return f"{sentence} Its jump rate is {with_error(jump, jump_error, 1)} %{size}."
 
 
 def _effect(facts: Facts) -> str:
@@ -235,7 +235,7 @@ def _effect(facts: Facts) -> str:
 def _with_error(displacement: float, error: float) -> str:
     """A displacement with its standard error; `below 0.0005` needs none."""
     text = to_decimals(displacement)
-    return text if text.startswith("below") else f"{text} {plus_minus(error)}".strip()
+    return text if text.startswith("below") else with_error(displacement, error, 3)
 
 
 def _one_of(layers: list[int], part: str) -> str:

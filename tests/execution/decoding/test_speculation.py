@@ -150,6 +150,15 @@ def test_options_out_of_range_and_without_effect_are_refused(options, name):
         generate(llama(), **given)
 
 
+@pytest.mark.parametrize("options", [{}, {"speculate_from": 1, "draft_length": 3}, {"threshold": 1.0}])
+def test_a_model_made_in_inference_mode_writes_there_what_generate_writes(options):
+    with torch.inference_mode():
+        model = decoders.build("llama", late=0.2)
+        prompts = decoders.prompts(1)
+        found = Decoder(model).generate(**prompts, max_new_tokens=12, **options)
+    assert torch.equal(found.sequences, model.generate(**prompts, max_new_tokens=12, do_sample=False))
+
+
 def test_a_decoder_is_a_loop_for_generate():
     model, prompts = decoders.build("llama", late=0.2), alone(decoders.prompts(2))[1]
     decoder = Decoder(model)
