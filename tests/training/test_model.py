@@ -158,7 +158,10 @@ def test_checkpoints_that_do_not_fit_are_refused(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"hidden_act": "glow"}, "^The settings do not describe a llama: 'glow'"),
+        (
+            {"hidden_act": "glow"},
+            "^The settings do not describe a llama: model.hidden_act is 'glow', which it does not know",
+        ),
         ({"hidden_size": "wide"}, "^The settings do not describe a llama: .*hidden_size"),
         ({"num_attention_heads": 5}, "^The settings do not describe a llama: .*number of attention heads"),
     ],

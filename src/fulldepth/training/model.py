@@ -217,7 +217,13 @@ def build_config(
                 state_untied(config)
     except FulldepthError:
         raise
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except KeyError as error:  # the class looked a value up, such as the name of an activation function
+        value = error.args[0]
+        names = [f"model.{name} is" for name, stated in given.items() if stated == value] or ["A class looked up"]
+        raise FulldepthError(
+            f"The settings do not describe a {kind.model_type}: {names[0]} {value!r}, which it does not know."
+        ) from error
+    except (StrictDataclassError, ValueError, TypeError, AttributeError) as error:
         raise FulldepthError(f"The settings do not describe a {kind.model_type}: {_reason(error)}") from error
     make_plain(config)
     withdraw_promises(config, ())  # no class of transformers trains such layers
