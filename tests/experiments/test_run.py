@@ -21,7 +21,7 @@ import run as experiments
 PROGRAM = ROOT / "experiments" / "run.py"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # `make test-experiments` trains every arm
 def test_a_finished_run_is_one_line_and_is_not_repeated(tmp_path):
     def run(*more):
         command = [sys.executable, str(PROGRAM), "smoke", "--arms", "jreg-last", "--output", str(tmp_path), *more]
@@ -103,9 +103,11 @@ def test_a_call_for_one_arm_checks_the_settings_of_the_stored_ones(tmp_path, mon
     llama = {"arm": "llama", "seed": 0, "settings": experiments.hash_of(experiments.settings_of("small", "llama", {}))}
     (tmp_path / "small.jsonl").write_text(json.dumps(experiments.sealed(llama)) + "\n")
     monkeypatch.setattr(experiments, "prepare", lambda *_: {"choosing": ""})
-    monkeypatch.setattr(experiments, "run_all", lambda *_: (0, 0))
-    command = ["run.py", "small", "--arms", "tree", "--output", str(tmp_path)]
+    monkeypatch.setattr(experiments, "run_all", lambda left, *_: orders.extend(order.job for order in left) or (0, 0))
+    orders = []
+    command = ["run.py", "small", "--arms", "llama,tree", "--seeds", "0,1", "--output", str(tmp_path)]
     for changes, message in (([], "0"), (["--set", "steps=100"], "holds llama, seed 0, with other settings")):
         monkeypatch.setattr(sys, "argv", [*command, *changes])
         with pytest.raises(SystemExit, match=message):
             experiments.main()
+    assert orders == [("tree", 0), ("llama", 1), ("tree", 1)], "a stored run is not repeated"
