@@ -95,6 +95,7 @@ def test_the_folded_export_has_the_plans_loss_in_stock_transformers(main, house,
     assert float(done.stdout) == pytest.approx(planned["healed_loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_tree_is_searched_folded_in_its_own_class_and_measured(main, house, tmp_path):
     word_tokenizer.checkpoint(tmp_path / "tree", "depth_llama-tree")
     data, folded = ["--data", house / "pairs.jsonl"], tmp_path / "folded"

@@ -26,6 +26,7 @@ def loaded_as_its_card_says(folder):
     return names["model"]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_decoder_is_written_with_its_tokenizer_and_card(tmp_path):
     model = tiny_models.build("gemma3")
@@ -101,6 +102,7 @@ def test_a_damaged_tokenizer_is_not_copied(tmp_path, without_fresh_process):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_cut_is_refused_before_it_is_measured(tmp_path, texts, monkeypatch):
     monkeypatch.setattr("fulldepth.exit.elastic.read_exits", lambda *_: pytest.fail("the model was measured first"))
     options = {"effective_depth": 0.1, "data": texts, "tokenizer": tokenizer()}

@@ -301,6 +301,7 @@ def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, 
     assert "mlp of layer 1" in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -326,6 +327,7 @@ def test_bad_input_is_refused(change, named, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_tasks_are_read_beside_the_original_and_the_control(tmp_path, monkeypatch):
     """Scores are those of the folders when they are loaded; errors are of the differences of lm-eval's examples."""
     pytest.importorskip("lm_eval")
@@ -398,6 +400,7 @@ def full_disk(*_):
     raise FulldepthError("The disk is full.")
 
 
+@pytest.mark.slow
 def test_tasks_that_cannot_run_are_refused_before_the_refit_and_readings_and_warnings_are_kept(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     model = small_world.model()
@@ -431,6 +434,7 @@ def test_tasks_that_cannot_run_are_refused_before_the_refit_and_readings_and_war
     ]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_the_search_that_is_gone_is_named_with_the_option(tmp_path):
     model = small_world.model()
     plan = planned.plan(model, [2], "attention", None)
@@ -448,6 +452,7 @@ def test_warnings_of_tasks_name_the_model_unless_both_have_them():
     assert comparison.warnings == ["Tasks: cut", *named]
 
 
+@pytest.mark.slow
 def test_own_text_outlives_a_healing_that_is_refused(tmp_path):
     model = small_world.model()
     plan = planned.plan(model, [2], "attention", None)
@@ -463,6 +468,7 @@ def test_own_text_outlives_a_healing_that_is_refused(tmp_path):
     assert own.read_text() == written.upper()
 
 
+@pytest.mark.slow
 def test_a_plan_of_plain_pairs_is_healed_on_chats(tmp_path):
     """The plan's way of reading pairs holds for pairs; chats have the template, whatever it says."""
     model = small_world.model()
@@ -478,6 +484,7 @@ def test_a_plan_of_plain_pairs_is_healed_on_chats(tmp_path):
     assert results.meta["data"]["train"]["examples"] + results.meta["data"]["heldout"]["examples"] == 18
 
 
+@pytest.mark.slow
 def test_held_out_rows_that_chose_the_blocks_are_refused_before_the_model_writes(tmp_path, monkeypatch):
     model = small_world.model()
     texts_held = [{"text": "the sun is here " * 3}, {"text": "a leaf fell down " * 3}]
@@ -546,6 +553,7 @@ def runs_of(examples):
     return {tuple(row[start : start + 10]) for row in ids for start in range(len(row) - 9)}
 
 
+@pytest.mark.slow
 def test_the_control_is_computed_in_the_precision_of_the_original(tmp_path, monkeypatch):
     model = small_world.model().to(torch.bfloat16)
     model.save_pretrained(tmp_path / "model")

@@ -74,6 +74,7 @@ def stopping(after):
     return Watcher(advance=advance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "criterion"),
     [

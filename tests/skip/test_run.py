@@ -100,6 +100,7 @@ def test_held_out_data_alone_choose_on_all_of_their_rows(checkpoint, tmp_path):
     assert plan.losses[0] == pytest.approx(plain.loss(build("llama"), rows, (), "attention"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_advice_after_held_out_data_of_ones_own_heals_on_rows_that_did_not_choose(checkpoint, tmp_path):
     chosen = jsonl(tmp_path / "chosen.jsonl", *[{**pair, "response": pair["response"] + " w3"} for pair in PAIRS])
     data, out = str(tmp_path / "pairs.jsonl"), tmp_path / "out"
@@ -111,6 +112,7 @@ def test_the_advice_after_held_out_data_of_ones_own_heals_on_rows_that_did_not_c
         heal(out, checkpoint, data, tmp_path / "other", steps=0, heldout=str(chosen), progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options", "verb"),
     [

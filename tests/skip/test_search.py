@@ -134,6 +134,7 @@ def test_of_equals_the_first_goes_first(model):
     assert 1 in find(model, examples, 1).cost["unsure_rounds"]
 
 
+@pytest.mark.slow
 def test_greedy_is_right_where_it_is_sure_and_reads_until_the_data_decide(model):
     examples = plain.examples(heldout=96, seed=3)
     picks, _ = plain.plain_loop(model, examples.heldout, 3, "attention")

@@ -154,6 +154,7 @@ def test_every_head_of_sentences_is_that_of_a_plain_loop(tmp_path):
         torch.testing.assert_close(head, own, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_with_enough_steps_every_head_is_as_good_as_logistic_regression(images, tmp_path):
     """That of scikit-learn, whose penalty (C = 1) stops it where so many steps of AdamW come to."""
     recipe, start = images

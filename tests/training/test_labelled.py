@@ -233,6 +233,7 @@ def test_a_multistep_schedule_divides_by_ten_at_each_milestone():
     assert factors == pytest.approx([0, 0.5, 1, 1, 0.1, 0.1, 0.01, 0.01])
 
 
+@pytest.mark.slow
 def test_fine_tuning_starts_from_the_exit_heads_of_a_checkpoint_of_the_same_classes(tmp_path):
     still = {**SHORT, "learning_rate": 1e-12, "weight_decay": 0.0, "seed": 3}
     train(asked(VIT, method="multi-exit"), tmp_path / "first")

@@ -130,6 +130,7 @@ def test_an_infinite_alpha_survives_recipe_record_and_resume(recipe, tmp_path, m
     assert same_weights(first, second)
 
 
+@pytest.mark.slow
 def test_scaled_norms_are_exported_as_the_gains_of_an_ordinary_llama(recipe, tmp_path, main):
     """A fresh process with transformers alone has loaded it; here the gains are multiplied by hand."""
     depth = {**MODEL, "type": "depth_llama"}

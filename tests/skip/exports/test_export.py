@@ -464,6 +464,7 @@ def test_a_tokenizer_that_is_not_there_is_refused_before_weights_are_written(tmp
         export(plan, model, "folded", tmp_path / "made", tokenizer=str(tmp_path / "nowhere"))
 
 
+@pytest.mark.slow
 def test_the_revision_of_a_model_is_not_that_of_a_tokenizer_that_is_named(tmp_path, monkeypatch):
     """Both lie in the Hub's cache: the model at `older` alone, the tokenizer at `main` alone."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

@@ -60,6 +60,7 @@ def test_models_that_read_images_are_exported_whole_or_as_their_language_model_a
     assert same_weights(model, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mamba", "openai-gpt", "bloom"])
 @torch.no_grad()
 def test_whole_layers_are_left_out_where_attention_and_mlp_are_not_known_or_have_no_place_of_their_own(
@@ -82,6 +83,7 @@ def test_whole_layers_are_left_out_where_attention_and_mlp_are_not_known_or_have
         search(model, planned.texts(90), granularity="layer", search="given", given=[2], progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared_blocks", [1, 2])
 @torch.no_grad()
 def test_a_block_that_several_layers_share_loses_the_adapters_of_a_removed_layer(shared_blocks, tmp_path):
