@@ -21,7 +21,7 @@ import run as experiments
 PROGRAM = ROOT / "experiments" / "run.py"
 
 
-@pytest.mark.thorough  # `make test-experiments` trains every arm
+@pytest.mark.slow
 def test_a_finished_run_is_one_line_and_is_not_repeated(tmp_path):
     def run(*more):
         command = [sys.executable, str(PROGRAM), "smoke", "--arms", "jreg-last", "--output", str(tmp_path), *more]

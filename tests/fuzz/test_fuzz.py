@@ -14,7 +14,7 @@ from marks import thorough
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [30, thorough(400)])
+@pytest.mark.parametrize("cases", [60, thorough(400)])
 def test_malformed_input_ends_with_a_message_and_whole_files(tmp_path, cases):
     """Each planted fault is noticed, and no seed of the slice gives a fault.
 

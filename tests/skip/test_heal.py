@@ -327,7 +327,6 @@ def test_bad_input_is_refused(change, named, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 def test_tasks_are_read_beside_the_original_and_the_control(tmp_path, monkeypatch):
     """Scores are those of the folders when they are loaded; errors are of the differences of lm-eval's examples."""
     pytest.importorskip("lm_eval")

@@ -95,7 +95,6 @@ def test_a_run_with_adapters_and_a_teacher_resumes_to_the_same_bytes(start, reci
         train(chosen, again, resume=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "granularity", "kind"),
     [

@@ -94,7 +94,6 @@ def test_throughput_counts_the_time_since_the_last_evaluation_also_after_a_resum
     assert units_of_a_step[0] == pytest.approx(units_of_a_step[1], rel=1e-9)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut short", "no seal", "file gone"])
 def test_a_half_written_checkpoint_is_skipped(damage, whole, tmp_path):
     path, folder = whole
@@ -164,7 +163,6 @@ def test_a_folder_in_use_is_refused(recipe, tmp_path):
     assert [(p, p.stat().st_mtime_ns) for p in run.rglob("*")] == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [

@@ -19,7 +19,7 @@ from fulldepth.execution.flops import attention_spans
 from fulldepth.execution.layer_cache import KNOWN_LAYERS, LayerCache
 from fulldepth.execution.stream import reason_of
 from fulldepth.hf import Anatomy, Classifier, cache_argument, cache_in
-from fulldepth.hf.modes import hooked, outside_inference_mode, state_in
+from fulldepth.hf.modes import hooked, state_in
 from fulldepth.hf.rounding import check_close, is_close
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -218,7 +218,7 @@ class LayerRunner:
         extras = self._extras.get(block)
         return state if extras is None else (state, *[None] * extras)
 
-    @outside_inference_mode()
+    @torch.inference_mode(False)  # its tensors do not tell whether they were overwritten
     @torch.no_grad()
     def _prove(self, batch: Mapping[str, Tensor]) -> None:
         """Check the blocks, run one by one, against the states of the model's own pass."""

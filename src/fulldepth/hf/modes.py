@@ -33,17 +33,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def outside_inference_mode() -> Iterator[None]:
-    """Leave `torch.inference_mode()` inside `with`, because its tensors do not tell whether they were overwritten.
-
-    Whether gradients are computed is not changed.
-    """
-    computes_gradients = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(computes_gradients):
-        yield
-
-
-@contextmanager
 def learning() -> Iterator[None]:
     """Gradients are computed inside `with`, also if the caller is in `torch.no_grad()` or `torch.inference_mode()`.
 
