@@ -88,6 +88,22 @@ def test_a_clear_loser_is_dropped_at_once_and_clear_differences_stay_cheap():
     assert share < (5 + 7 * 8 / 64) / CANDIDATES + 1e-9  # seven leave after the eighth row
 
 
+@pytest.mark.parametrize(("others", "errors", "sure"), [(1, 1.8, True), (2, 1.8, False), (2, 2.0, True)])
+def test_a_pick_is_sure_if_all_gaps_exceed_the_quantile_that_they_share(others, errors, sure):
+    """From 149 documents on there is no reserve, so the risk of 5 % decides: 1.65 errors alone, 1.97 for one of two."""
+    documents = 200
+    noise = np.random.default_rng(0).normal(size=documents)
+    noise = (noise - noise.mean()) / (noise.std(ddof=1) / np.sqrt(documents))  # mean 0 and standard error 1
+    quantiles = stats.t.isf([RISK, RISK / 2], documents - 1)
+    assert quantiles[0] < 1.8 < quantiles[1] < 2
+    losses = np.concatenate([np.full((2, documents), 90.0), np.tile(90 + errors + noise, (others, 1))])
+    rows = np.arange(documents)
+    loss_cache = cache_of(1 + others, lambda gone, rows: losses[max(gone, default=0), rows], [rows], rows)
+    _, (how,) = eliminate(loss_cache, count_goal(loss_cache.costs, 1), confidence=1 - RISK)
+    assert (how.pick, how.sure) == (1, sure)
+    assert (how.margin, how.standard_error) == pytest.approx((errors, 1))
+
+
 def test_no_pick_is_sure_on_few_documents():
     losses, documents, _ = drawn("normal", 64, 0.01, 9.0, np.random.default_rng(0))
     few, enough = (race(losses, documents % count, np.random.default_rng(1))[2] for count in (7, 8))
