@@ -24,12 +24,16 @@ import random
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from fulldepth.core.processor import has_bfloat16
 from fulldepth.core.progress import Watcher
@@ -99,6 +103,39 @@ READ_ROWS = 48
 EXAMPLES = 500
 OTHER_SEED = 99
 """Of the own text that all arms are read on."""
+
+
+class Float32Products(TorchFunctionMode):
+    """Linear layers in bfloat16 multiply in float32, and round the result.
+
+    Instructions for bfloat16 do the same; on processors without them torch takes several times as long for it. Results
+    differ by the order of sums alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.converted: dict[Tensor, Tensor] = {}
+        """Weight or bias -> the same in float32."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function of torch, `linear` of bfloat16 in float32."""
+        if function is not F.linear or args[0].dtype != torch.bfloat16:
+            return function(*args, **(kwargs or {}))
+        states, *parameters = (*args, *(kwargs or {}).values())
+        return F.linear(states.float(), *map(self._float32, parameters)).bfloat16()
+
+    def _float32(self, parameter: Tensor | None) -> Tensor | None:
+        if parameter is None:
+            return None
+        if parameter not in self.converted:
+            self.converted[parameter] = parameter.detach().float()
+        return self.converted[parameter]
 
 
 class Bench:
@@ -184,18 +221,19 @@ class Bench:
 
     def scores(self, name: str, model: Any, tokenizer: Any) -> Results:
         """Tasks of a model, in a folder that keeps what is interrupted."""
-        return evaluate(
-            model.to(torch.bfloat16),
-            output=self.folder / "tasks" / name,
-            tasks=TASKS,
-            task_data=[str(self.shared)],
-            limit=EXAMPLES,
-            exit_layers="full",
-            batch_size=16,
-            tokenizer=tokenizer,
-            resume=True,
-            progress=True,
-        )
+        with nullcontext() if has_bfloat16() else Float32Products():
+            return evaluate(
+                model.to(torch.bfloat16),
+                output=self.folder / "tasks" / name,
+                tasks=TASKS,
+                task_data=[str(self.shared)],
+                limit=EXAMPLES,
+                exit_layers="full",
+                batch_size=16,
+                tokenizer=tokenizer,
+                resume=True,
+                progress=True,
+            )
 
     def plan(self, target: str, seed: int) -> Path:
         """The plan of a target."""
