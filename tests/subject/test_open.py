@@ -14,7 +14,9 @@ from PIL import Image
 
 import fulldepth
 import tiny_models
+from families import zoo
 from fulldepth import exit
+from fulldepth.hf import refuse_without_tokens
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.settings.exit import ExitSettings
 from fulldepth.settings.loading import LoadingSettings
@@ -59,7 +61,7 @@ def test_what_the_model_does_not_read_is_refused():
         ("detr", {"language"}, "`fulldepth measure` reads detectors, on images with boxes"),
         ("bert-bare", {"targets"}, "BertModel has no language-model or classification head known here. .* reads the"),
         ("bert-tokens", {"targets"}, "Early exit takes .*: BertForTokenClassification labels every token; layers are"),
-        ("detr", {"targets"}, "is an encoder-decoder; early exit takes a language model of one stack"),
+        ("detr", {"targets"}, "early exit takes a language model of one stack.* reads detectors, on images with boxes"),
         ("llama", {"tokenizer"}, "needs its tokenizer"),
     ],
 )
@@ -67,6 +69,28 @@ def test_what_a_command_needs_is_refused_where_it_is_missing(name, needs, says):
     model = tf.BertForTokenClassification(BERT) if name == "bert-tokens" else tiny_models.build(name)
     with refused(says), Subject.open(model, None, LoadingSettings(), needs=needs):
         pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("WhisperForConditionalGeneration", "is an encoder-decoder that reads input_features; of encoder-decoders,"),
+        ("Wav2Vec2ForCTC", "reads input_values; fulldepth feeds text .input_ids. and images only"),
+        ("BartForSequenceClassification", "--set tower=encoder. reads that stack alone; other commands refuse it"),
+        ("BertForMultipleChoice", "reads several texts at a time .*fulldepth.measure.model.bert, "),
+    ],
+)
+def test_what_no_command_reads_has_one_message(kind, says):
+    """None advises a command that refuses the model, too."""
+    kind = getattr(tf, kind)
+    model = kind(zoo.config_for(kind.config_class.model_type)).eval()
+    for need in ("language", "targets"):
+        with refused(says), Subject.open(model, None, LoadingSettings(), needs={need}):
+            pass
+    with refused(says):
+        refuse_without_tokens(model)
+    with refused(says):
+        fulldepth.measure(model, [words(3, 4, 5)] * 3, tokenizer=tokenizer())
 
 
 def test_a_model_that_chooses_among_texts_is_refused_and_its_body_is_read():

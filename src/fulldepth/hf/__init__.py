@@ -34,7 +34,7 @@ from fulldepth.hf.exit_heads import (
 )
 from fulldepth.hf.families import FAMILIES, Family, Head, rows_of
 from fulldepth.hf.file_checks import available_memory
-from fulldepth.hf.finder import unwrapped
+from fulldepth.hf.finder import refuse_unread, unwrapped
 from fulldepth.hf.gguf import find_gguf, packaged
 from fulldepth.hf.heads import Classifier, DetectionHeads, uses_fsdp
 from fulldepth.hf.load import (
@@ -167,6 +167,7 @@ __all__ = [
     "pick_device",
     "pick_dtype",
     "plain_generation",
+    "refuse_unread",
     "refuse_without_tokens",
     "restore_exit_heads",
     "rows_of",

@@ -14,7 +14,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.core.errors import FulldepthError, first_reason
 from fulldepth.hf.families import FUNCTIONS, OR, Family, Head, rows_of
-from fulldepth.hf.finder import STACKS, body_of, find_families, refuse_choices, refuse_other_inputs, unwrapped
+from fulldepth.hf.finder import (
+    STACKS,
+    body_of,
+    find_families,
+    refuse_choices,
+    refuse_unread,
+    refuse_without_tower,
+    unwrapped,
+)
 from fulldepth.hf.tasks import task_of
 
 
@@ -345,7 +353,8 @@ def anatomy_candidates(
     present = list(rows) if len(rows) == 1 else [row for row in (_located(model, row) for row in rows) if row]
     if len(present) > 1 and tower is None:
         if present[0].tower in STACKS:
-            refuse_other_inputs(model)
+            refuse_unread(model)
+            refuse_without_tower(model)
         towers = " or ".join(str(row.tower) for row in present)
         raise FulldepthError(
             f"{type(model).__name__} has two towers. Choose one (tower: {towers}) for fulldepth measure and "

@@ -43,7 +43,8 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
     if hasattr(model.config, "residual_multiplier"):
         fields["branch_scale"] = "residual_multiplier"
     if tower is None:
-        refuse_other_inputs(model)
+        refuse_unread(model)
+        refuse_without_tower(model)
         body: nn.Module = body_of(model)
         fields["modality"] = "images" if model.main_input_name == "pixel_values" else "text"
     else:
@@ -131,27 +132,38 @@ def refuse_choices(model: PreTrainedModel) -> None:
         )
 
 
-def refuse_other_inputs(model: PreTrainedModel) -> None:
-    """Refuse encoder-decoders, and models of inputs other than text and images."""
+def refuse_unread(model: PreTrainedModel) -> None:
+    """Refuse models that no command reads as a whole: `refuse_choices`, models of inputs other than text and images,
+    and encoder-decoders that classify or read images. Types of the table of families are read, as detectors are.
+    """
+    refuse_choices(model)
     name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False) and name.endswith("ForSequenceClassification"):
+    reads = model.main_input_name
+    is_joined = getattr(model.config, "is_encoder_decoder", False)
+    if is_joined and name.endswith("ForSequenceClassification"):
         raise FulldepthError(
             f"{name} is an encoder-decoder that classifies: its head reads the decoder's last state, so neither stack "
             "is the classifier. `fulldepth measure --set tower=encoder` reads that stack alone; other commands refuse "
             "it."
         )
-    if getattr(model.config, "is_encoder_decoder", False) and model.main_input_name != "input_ids":
+    if rows_of(model.config.model_type) is not None or reads == "input_ids":
+        return
+    if is_joined:
         raise FulldepthError(
-            f"{name} is an encoder-decoder that reads {model.main_input_name}; of encoder-decoders, only those of text "
-            "can be read."
+            f"{name} is an encoder-decoder that reads {reads}; of encoder-decoders, only those of text can be read."
         )
+    if reads != "pixel_values":
+        raise FulldepthError(f"{name} reads {reads}; fulldepth feeds text (input_ids) and images only.")
+
+
+def refuse_without_tower(model: PreTrainedModel) -> None:
+    """Refuse an encoder-decoder of which no stack was chosen."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise FulldepthError(
-            f"{name} is an encoder-decoder. Choose a stack (tower: encoder or decoder) for fulldepth measure and "
-            "Objective.attach; measure also reads both on rows with input and target. Other commands refuse it."
+            f"{type(model).__name__} is an encoder-decoder. Choose a stack (tower: encoder or decoder) for fulldepth "
+            "measure and Objective.attach; measure also reads both on rows with input and target. Other commands "
+            "refuse it."
         )
-    if model.main_input_name not in ("input_ids", "pixel_values"):
-        raise FulldepthError(f"{name} reads {model.main_input_name}; fulldepth feeds text (input_ids) and images only.")
 
 
 def body_of(model: PreTrainedModel) -> nn.Module:

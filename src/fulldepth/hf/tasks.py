@@ -6,6 +6,7 @@ from typing import Any
 
 from fulldepth.core.errors import FulldepthError, one_line
 from fulldepth.hf.families import rows_of
+from fulldepth.hf.finder import refuse_unread
 
 TASKS = {
     "ForCausalLM": "causal-lm",
@@ -83,6 +84,7 @@ def refuse_without_tokens(model: Any) -> None:
     name = one_line(type(model).__name__, 100)
     if task in ("causal-lm", "masked-lm"):
         return
+    refuse_unread(model)
     if task == "detection":
         reason = f"{name} detects objects"
     elif getattr(model.config, "is_encoder_decoder", False):

@@ -28,10 +28,12 @@ from fulldepth.hf import (
     depth_of,
     device_of,
     evaluating,
+    instead_of_language,
     load_processor,
     no_single_class,
     open_model,
     open_tokenizer,
+    refuse_unread,
     sample_inputs,
     task_of,
     text_config,
@@ -254,14 +256,16 @@ class Subject:
         """Refuse a model whose task is not one of those that are needed."""
         model = self.model
         task = "representation"
-        if {"language", "targets"} & self.needs and task_of(model) != task:
-            task = anatomy_candidates(model)[0].task
+        if {"language", "targets"} & self.needs:
+            refuse_unread(model)
+            if task_of(model) != task:
+                task = anatomy_candidates(model)[0].task
         if "language" in self.needs:
             check_language(model, task)
         if "targets" in self.needs and getattr(model.config, "is_encoder_decoder", False):
             raise FulldepthError(
                 f"{self.kind} is an encoder-decoder; early exit takes a language model of one stack, or a classifier "
-                "of texts or images. `fulldepth measure` reads both stacks, on rows with input and target."
+                f"of texts or images. {instead_of_language(model)}"
             )
         if "targets" in self.needs and task not in PREDICTING:
             raise FulldepthError(
