@@ -78,9 +78,12 @@ def test_the_table_of_text_to_heal_on_is_that_of_the_stored_runs():
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
     groups = {(line["target"], line["arm"]) for line in lines}
     names = ("lambada_local", "arc_easy_local", "piqa_local")
-    first, other = dict.fromkeys(tuple(line["tasks"][name]["original"] for name in names) for line in lines)
+    first, *others = dict.fromkeys(tuple(line["tasks"][name]["original"] for name in names) for line in lines)
     stated = "(the original: LAMBADA {:.3f}, ARC-easy {:.3f}, PIQA {:.3f}; ".format(*first)
-    stated += "by the rounding of another processor {:.3f}, {:.3f}, {:.3f})".format(*other)
+    stated += "by the rounding of other processors {:.3f}, {:.3f}, {:.3f}, and {:.3f}, {:.3f}, {:.3f})".format(
+        *others[0], *others[1]
+    )
+    assert len(others) == 2
     assert stated in " ".join((DOCS / "results.md").read_text().split())
     assert sorted((row[0], row[1]) for row in rows) == sorted(groups)
     for target, arm, seeds, *cells in rows:
@@ -137,34 +140,44 @@ def test_the_sentences_on_parts_that_tasks_chose_are_those_of_the_stored_runs():
     assert f"the nine attentions lose {lost[0]} of LAMBADA against the original, the eight {lost[1]}." in page
 
 
-def test_the_sentence_on_the_larger_speed_up_is_that_of_the_stored_run():
+def test_what_tasks_lose_at_a_glance_is_that_of_the_stored_runs():
+    page = (DOCS / "results.md").read_text()
+    table = page.split("<!-- healing at a glance -->")[1].split("<!-- end of glance -->")[0]
+    _, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
+    assert len(rows) == 6
+    changes = {}
+    for speedup, chosen_on, healed_on, seeds, _, *cells in rows:
+        target = {"novels": speedup, "rows of the tasks": f"{speedup} by tasks"}.get(chosen_on, "1.1 by tasks")
+        arm = healed_on if chosen_on != "nothing is removed" else f"control on {healed_on}"
+        runs, changes[target, arm] = changes_of_tasks(target, arm)
+        assert int(seeds) == len(runs)
+        assert cells == [f"{change:+.3f} ± {error:.3f}" for change, error in changes[target, arm]]
+        if speedup == "1.2":
+            kinds = [name.split()[0] for name in runs[0]["removed"]]
+            counted = [9, 1, 2] if "by tasks" in target else [7, 3, 2]
+            assert [kinds.count(kind) for kind in ("attention", "mlp", "layer")] == counted
+            assert all(run["removed"] == runs[0]["removed"] for run in runs)
+
+    by_tasks, by_novels = changes["1.2 by tasks", "rows of the tasks"], changes["1.2", "novels"]
+    (ours, our_error), (theirs, their_error) = by_tasks[0], by_novels[0]
+    error = abs(ours / theirs) * np.hypot(our_error / ours, their_error / theirs)
+    assert f"keeps {100 * (1 - ours / theirs):.0f} ± {100 * error:.0f} %" in " ".join(page.split())
+    assert all(change > -2 * error for change, error in by_tasks[1:])
+    for change, error in [*by_novels, *changes["1.2", "rows of the tasks"]]:
+        assert change < -2 * error
+
+
+def changes_of_tasks(target, arm):
+    """The stored runs of an arm, and for each task the mean change of its accuracy with its standard error."""
     lines = [json.loads(line) for line in (DOCS / "healing_text.jsonl").read_text().splitlines()]
-    runs = {(one["target"], one["arm"]): one for one in lines if one["seed"] == 0}
-    by_tasks = runs["1.2 by tasks", "rows of the tasks"]
-    by_novels = runs["1.2", "novels"]
-    chosen = (by_tasks, by_novels)
-    kinds = [[name.split()[0] for name in run["removed"]] for run in chosen]
-    counted = [[names.count(kind) for kind in ("attention", "mlp", "layer")] for names in kinds]
-    assert counted == [[9, 1, 2], [7, 3, 2]]
-    tasks = ("lambada_local", "arc_easy_local", "piqa_local")
-    changes = [[run["tasks"][name]["healed"] - run["tasks"][name]["original"] for name in tasks] for run in chosen]
-    errors = [[run["tasks"][name]["error"] for name in tasks] for run in chosen]
-    said = [
-        [f"{value:+.3f} ± {error:.3f}" for value, error in zip(*one, strict=True)]
-        for one in zip(changes, errors, strict=True)
-    ]
-    page = " ".join((DOCS / "results.md").read_text().split())
-    assert "LAMBADA changes by {}, ARC-easy by {}, PIQA by {}".format(*said[0]) in page
-    assert "healed on novels, change them by {}, {} and {}".format(*said[1]) in page
-    same_parts = runs["1.2", "rows of the tasks"]
-    assert same_parts["removed"] == by_novels["removed"]
-    scores = [same_parts["tasks"][name] for name in tasks]
-    healed = [f"{score['healed'] - score['original']:+.3f} ± {score['error']:.3f}" for score in scores]
-    assert "on rows of the tasks, the same twelve by {}, {} and {}".format(*healed) in page
-    assert f"of what novels lose of LAMBADA {1 - changes[0][0] / changes[1][0]:.0%} are kept".replace("%", " %") in page
-    for ours, theirs, error in zip(changes[0][1:], changes[1][1:], errors[0][1:], strict=True):
-        assert theirs < ours
-        assert abs(ours) < 2 * error or ours > 0
+    runs = [line for line in lines if (line["target"], line["arm"]) == (target, arm)]
+    changes = []
+    for name in ("lambada_local", "arc_easy_local", "piqa_local"):
+        scores = [run["tasks"][name] for run in runs]
+        values = [score["healed"] - score["original"] for score in scores]
+        of_seeds = np.std(values, ddof=1) / len(runs) ** 0.5 if len(runs) > 1 else 0
+        changes.append((np.mean(values), np.hypot(np.mean([score["error"] for score in scores]), of_seeds)))
+    return runs, changes
 
 
 def test_the_log_states_what_healing_on_novels_lost():
