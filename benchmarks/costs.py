@@ -23,7 +23,7 @@ from fulldepth.hf import open_tokenizer
 from fulldepth.measurement import MeasureSettings
 from fulldepth.measurement import passes as measuring
 from fulldepth.measurement.caveats import sampling
-from fulldepth.measurement.passes import run_pass, weigh
+from fulldepth.measurement.passes import add_spectral_norms, run_pass
 from fulldepth.measurement.plan import MeasurePlan, make_plan
 from fulldepth.measurement.tokens import Counting
 from fulldepth.results import tabulate
@@ -104,7 +104,7 @@ class Bench:
 
         start = self.clock()
         run_pass(self.subject, plan, settings, process, parts, watcher=Watcher(advance=advance))
-        weigh(self.subject, plan, process, parts, lambda done: None)
+        add_spectral_norms(self.subject, plan, process, parts, lambda done: None)
         table = tabulate([row for measure in plan.measures.values() for row in measure.rows()])
         seconds = self.clock() - start - sum(other)
         sentence = sampling(self.subject, settings, plan.setup, table)["sentence"]

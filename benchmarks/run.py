@@ -20,7 +20,7 @@ import costs
 from fulldepth.core.distributed import Processes
 from fulldepth.core.progress import Watcher
 from fulldepth.execution.batching import model_inputs
-from fulldepth.measurement.passes import Clock, run_pass, weigh
+from fulldepth.measurement.passes import Clock, add_spectral_norms, run_pass
 from fulldepth.measurement.plan import make_plan
 from fulldepth.measurement.tokens import Counting
 from fulldepth.metrics import cka_matrix, linear_cka, separability
@@ -64,7 +64,7 @@ def weights(size: str) -> float:
     """Seconds of the spectral norms of every projection."""
     it, settings = subject(size, 2, measures=["spectral_norm"])
     plan = make_plan(it, Counting.of(it, "auto"), settings)
-    return timed(lambda: weigh(it, plan, Processes(), Clock(), lambda done: None))
+    return timed(lambda: add_spectral_norms(it, plan, Processes(), Clock(), lambda done: None))
 
 
 def probes(size: str) -> float:
@@ -100,7 +100,7 @@ def peak(size: str, what: str, count: int) -> None:
     with torch.inference_mode():
         if what == "measure":
             run_pass(it, plan, settings, Processes(), Clock(), watcher=Watcher())
-            weigh(it, plan, Processes(), Clock(), lambda done: None)
+            add_spectral_norms(it, plan, Processes(), Clock(), lambda done: None)
             [measure.rows() for measure in plan.measures.values()]
         else:
             for batch in it.sequences.batches(BATCH):

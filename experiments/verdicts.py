@@ -27,9 +27,10 @@ FEWEST, INDICATION = 5, 3
 """Seeds of a verdict, and of an indication that is named so."""
 LEVEL = 0.05
 POWER = (
-    "Differences are mean ± standard deviation over seeds; the bound is the lower end of the one-sided 95 % interval, "
-    "in the claimed direction. Both are counted from the margin of a claim that has one. Five seeds see effects of "
-    "about 1.4 standard deviations (80 % power)."
+    "Differences are mean ± standard deviation over seeds, with their own sign; the bound is that of the one-sided "
+    "95 % interval, positive where the claim holds: -3.21 with a bound of +3.1 is a number that fell by 3.21, and by "
+    "at least 3.1 (95 %). For a claim with a margin, such as less than two points, both are counted from the margin. "
+    "Five seeds see effects of about 1.4 standard deviations (80 % power)."
 )
 GLANCE = (
     "Under each verdict stand the pools of runs that give it, which the sections below describe. A pool with its "

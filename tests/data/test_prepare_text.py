@@ -264,12 +264,12 @@ LABELLED, PAIRS = [{"text": words(1), "label": 4}], [{"prompt": "w1", "response"
 REFUSED = [
     (["w1"], {"task": "image-classification"}, "image-classification"),
     (PAIRS, {"task": "masked-lm"}, "pairs"),
-    (["w1"], {"tokenizer": None}, "tokenizer"),
+    (["w1"], {"tokenizer": None}, "is text, and the model has no tokenizer"),
     (["w1"], {"max_sequences": 0}, "max_sequences"),
     (["w1"], {"max_positions": 128}, "128"),
     (["w1"], {"task": "masked-lm", "sequence_length": 2}, "sequence_length"),
     (LABELLED, {"task": "representation", "sequence_length": 1}, "sequence_length"),
-    (["w1 w300"], {"vocab_size": 100}, "tokenizer"),
+    (["w1 w300"], {"vocab_size": 100}, "Wrong tokenizer: it has .* tokens and gave the id 3"),
 ]
 
 

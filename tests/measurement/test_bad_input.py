@@ -53,8 +53,10 @@ def wrong(main, model, text_file, output):
         ("measures=[displacement,cosin]", "'cosin'"),
         ("measures=[defaults,displacement]", "'defaults'. Did you mean 'default'?"),
         ("measures=[]", "measures: got [] (list), expected at least 1 item"),
-        *((f"measures=[{name}]", name) for name in ("nc1", "mmd", "separability", "retrieval_weight")),
-        ("measures=[default,separability]", "separability was asked for but cannot be measured"),
+        *(
+            (f"measures=[{names}]", f"{names.split(',')[-1]} was asked for but cannot be measured")
+            for names in ("nc1", "mmd", "separability", "retrieval_weight", "default,separability")
+        ),
     ],
 )
 def test_wrong_settings(wrong, setting, says):
@@ -74,7 +76,7 @@ def test_data_and_models_that_do_not_fit(wrong, checkpoint, tokenizer, picture_f
     wrong(model=checkpoint("bert-classifier"), data=rows, says=["3 classes"])
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"prompt": corpus[:90], "response": corpus[90:200]}) + "\n")
-    wrong(data=pairs, says=["16"], few=["--sequence-length", "16"])
+    wrong(data=pairs, says=["longer than 16 tokens"], few=["--sequence-length", "16"])
     tf.LlamaForCausalLM(tf.LlamaConfig.from_pretrained(model, num_hidden_layers=4)).save_pretrained(tmp_path / "deeper")
     wrong("--reference", tmp_path / "deeper", says=["4 layers"])
     shutil.copytree(checkpoint("bert"), tmp_path / "bert")
@@ -95,6 +97,9 @@ def test_results_among_the_data(main, model, text_file, tmp_path):
             assert "lies in the folder of the data" in error
     with refused("lies in the folder of the data"):
         fulldepth.measure(str(model), data, output=data / "out")
+    lens = {"measures": ["linear_lens_loss"], "fit": str(data)}
+    with refused("lies in the folder of the data"):
+        fulldepth.measure(str(model), str(text_file), output=data / "out", **lens)
     with refused("lies in the folder of the data"):
         fulldepth.train("tiny-llama", data / "out", data={"name": str(data)})
 

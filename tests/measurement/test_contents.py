@@ -92,6 +92,25 @@ def test_a_run_that_got_a_further_checkpoint_is_another_model(is_known, checkpoi
     assert not known()
 
 
+def test_of_the_text_that_a_lens_is_fitted_on_the_files_of_data_count(checkpoint, text_file, tmp_path):
+    folder = tmp_path / "fit"
+    (folder / ".cache").mkdir(parents=True)
+    text = folder / "text.txt"
+    shutil.copy(text_file, text)
+    settings = MeasureSettings(measures=["linear_lens_loss"], fit=str(folder))
+    model = hash_contents(checkpoint("llama"))
+
+    def print_of():
+        return fingerprints([model], read_source(str(text_file), settings), settings)
+
+    before = print_of()
+    for name in ("notes.md", ".cache/text.txt"):
+        (folder / name).write_text("not data")
+    assert print_of() == before
+    text.write_text("other text")
+    assert print_of() != before
+
+
 def test_a_moved_run_extends_its_series(into, checkpoint, text_file, tmp_path, monkeypatch):
     """A moved run and its text, named from another folder, are the same; only a new checkpoint is measured."""
     run = tmp_path / "run"

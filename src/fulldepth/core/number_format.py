@@ -35,8 +35,8 @@ def with_error(value: float, error: float, decimals: int) -> str:
     if not math.isfinite(error):
         return f"{value:.{decimals}f}"
     needed = -math.floor(math.log10(error)) if error > 0 else decimals
-    shown = needed if decimals < needed <= decimals + 3 else decimals
-    return f"{value:.{shown}f} {plus_minus(error, shown)}"
+    digits = needed if decimals < needed <= decimals + 3 else decimals
+    return f"{value:.{digits}f} {plus_minus(error, digits)}"
 
 
 def bytes_in_words(count: float) -> str:

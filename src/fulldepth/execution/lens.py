@@ -13,7 +13,7 @@ from fulldepth.core.targets import IGNORE
 from fulldepth.data import Sequences
 from fulldepth.execution.predictions import read_predictions, tiles, widened
 from fulldepth.hf import Classifier
-from fulldepth.metrics.base import Readout
+from fulldepth.metrics.base import POSITION_BITS, Readout
 from fulldepth.metrics.reservoir import priority
 
 SAFE_EXPONENT = 60.0
@@ -64,7 +64,7 @@ class PositionSample:
     def _ranks(self, targets: Tensor, sequence: Tensor) -> Tensor:
         """[B, T] int64 priority of every position."""
         places = torch.arange(targets.shape[1], device=targets.device)
-        return priority((sequence.to(targets.device)[:, None] << 24) | places, self.seed)
+        return priority((sequence.to(targets.device)[:, None] << POSITION_BITS) | places, self.seed)
 
 
 def read_layers(

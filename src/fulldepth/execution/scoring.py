@@ -319,17 +319,17 @@ def kept(kinds: Sequence[str], base: Iterable[Tensor] = ()) -> Reduce:
     return keep
 
 
-def _read(kind: str, own: Tensor, targets: Tensor, base: Tensor | None) -> Tensor:
+def _read(kind: str, logs: Tensor, targets: Tensor, base: Tensor | None) -> Tensor:
     """[R] losses, or comparisons with the base, of log-probabilities `[R, V]`."""
     if kind == LOSS:
-        return functional.nll_loss(own, targets, reduction="none")
+        return functional.nll_loss(logs, targets, reduction="none")
     assert base is not None
-    base = base.to(own.device)
+    base = base.to(logs.device)
     if kind == AGREEMENT:
-        return (base.argmax(-1) == own.argmax(-1)).double()
+        return (base.argmax(-1) == logs.argmax(-1)).double()
     if kind == OUTPUT_CHANGE:
-        return torch.linalg.vector_norm(base.exp() - own.exp(), dim=-1)
-    return (base.exp() * (base - own)).sum(-1).clamp(min=0)
+        return torch.linalg.vector_norm(base.exp() - logs.exp(), dim=-1)
+    return (base.exp() * (base - logs)).sum(-1).clamp(min=0)
 
 
 def batch_sums(values: Tensor, batch: ScoredBatch) -> list[float]:

@@ -327,5 +327,5 @@ def splits(readings: Readings, share: float, seed: int) -> dict[str, Readings]:
     if len(present) < 2:
         raise FulldepthError("A threshold is chosen on one part of the data and reported on another: give two or more.")
     count = min(max(1, round(share * len(present))), len(present) - 1)
-    in_first_half = torch.isin(unit, present[sample(present.tolist(), count, seed)])
-    return {"calibration": readings.of(in_first_half), "report": readings.of(~in_first_half)}
+    is_calibration = torch.isin(unit, present[sample(present.tolist(), count, seed)])
+    return {"calibration": readings.of(is_calibration), "report": readings.of(~is_calibration)}

@@ -97,7 +97,7 @@ class Checkpoint:
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """Return the named device; for None the first accelerator, else the CPU.
+    """Return the named device; for None cuda if there is one, else the CPU.
 
     Raises:
         FulldepthError: if the name is invalid, or the device cannot be used or has no float64 (Apple's MPS).
@@ -159,7 +159,7 @@ def load_checkpoint(
         name: a folder with `config.json` and `*.safetensors`, a GGUF file (or a folder with one), a Hub name, or
             `package:NAME` for the checkpoint in an installed package.
         dtype: `auto` keeps the checkpoint's own precision.
-        device: where to put the model; the first accelerator unless named. Ignored with `device_map`.
+        device: where to put the model; cuda unless named, if there is one, else the CPU. Ignored with `device_map`.
         device_map: `auto`, or a map of modules to devices, for models larger than one device.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: run modelling code that the checkpoint carries.

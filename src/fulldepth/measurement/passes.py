@@ -232,7 +232,7 @@ def feed(plan: MeasurePlan, observation: Observation, clock: Clock) -> None:
                 measure.update(observation)
 
 
-def weigh(
+def add_spectral_norms(
     subject: Subject, plan: MeasurePlan, process: Processes, clock: Clock, advance: Callable[[int], None]
 ) -> None:
     """Compute the spectral norms; the matrices are divided among the processes. `advance` counts matrices."""

@@ -33,7 +33,7 @@ from fulldepth.measurement.effects import EffectPass
 from fulldepth.measurement.generated import continued, steps_of
 from fulldepth.measurement.headline import Clusters, headline
 from fulldepth.measurement.linear_lens import LinearLens, fit_linear_lens, fitting_text
-from fulldepth.measurement.passes import Clock, StepProgress, run_pass, weigh
+from fulldepth.measurement.passes import Clock, StepProgress, add_spectral_norms, run_pass
 from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan, weights_of
 from fulldepth.measurement.series import (
     SeriesPoint,
@@ -131,7 +131,7 @@ def measure(
     if by_name and tokenizer is None and (is_run or output is not None):
         with TemporaryDirectory() if output is None else nullcontext(output) as folder:
             return measure_into(str(model), data, folder, settings, overwrite=overwrite, series=series, watcher=watcher)
-    check_outside(output, data)
+    check_outside(output, data, settings.fit)
     with claimed(output, overwrite):
         with processes(settings.device) as process:
             results = measure_model(model, data, settings, process, watcher, tokenizer=tokenizer)
@@ -287,7 +287,7 @@ def measure_into(
     settings = settings or MeasureSettings()
     watcher = watcher or Watcher()
     folder = Path(output)
-    check_outside(folder, data)
+    check_outside(folder, data, settings.fit)
     with processes(settings.device) as process, process.holding(folder):
         read = data if isinstance(data, Sequences) else read_source(data, settings)
         points, remarks = series_points(model, read, settings) if series and find_checkpoints(model) else ([], [])
@@ -438,7 +438,7 @@ def measure_subject(
         watcher.say(f"Left out: {entry['measure']}, because {entry['reason']}.")
     if "spectral_norm" in plan.measures:  # before the batches, after which the rest of the time is estimated
         watcher.begin("Computing the norms of weights", num_projections(subject.anatomy))
-        weigh(subject, plan, process, clock, watcher.advance)
+        add_spectral_norms(subject, plan, process, clock, watcher.advance)
     fitting = None
     if not plan.measures.keys().isdisjoint(LINEAR_LENS):  # found out before the passes of `layer_effect`
         fitting = fitting_text(subject, settings)

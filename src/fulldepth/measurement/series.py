@@ -17,6 +17,7 @@ from fulldepth.core.errors import FulldepthError
 from fulldepth.core.files import sha256_of, sha256_of_file
 from fulldepth.core.progress import Watcher, without_repeats
 from fulldepth.data import Sequences, Source
+from fulldepth.data.files import SUFFIXES, folder_files
 from fulldepth.hf import (
     checkpoint_of,
     find_checkpoints,
@@ -87,8 +88,8 @@ def _files(folder: Path, pattern: str) -> Iterator[Path]:
 
 
 def _read_to_fit(data: Source | Sequences, settings: MeasureSettings) -> Any:
-    """The text that the linear lens is fitted on: the hash of each file at that place, in subfolders, too, or the name
-    where there is none; None if it is not measured.
+    """The text that the linear lens is fitted on: the hash of each file of data at that place, in subfolders, too, or
+    the name where there is none; None if it is not measured.
     """
     if settings.named_measures.isdisjoint(LINEAR_LENS):
         return None
@@ -96,9 +97,16 @@ def _read_to_fit(data: Source | Sequences, settings: MeasureSettings) -> Any:
     if not isinstance(named, str | Path):
         return None
     place = Path(named).expanduser()
-    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
-    hashes = {str(file.relative_to(place)): sha256_of_file(file) for file in files}
-    return "" if hashes else str(named), hashes
+    if not place.exists():
+        return str(named), {}
+    files = [place] if place.is_file() else sorted(path for path in folder_files(place) if _is_data(path, place))
+    return "", {str(file.relative_to(place)): sha256_of_file(file) for file in files}
+
+
+def _is_data(path: Path, folder: Path) -> bool:
+    """Return True for a file that is read as a part of the data in a folder."""
+    is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return path.suffix.lower() in SUFFIXES and not is_hidden
 
 
 def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings: MeasureSettings) -> list[str]:

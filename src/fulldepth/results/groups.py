@@ -30,6 +30,7 @@ from fulldepth.results.pages import unique_names
 from fulldepth.results.reasons import unlike
 from fulldepth.results.table import COLUMNS
 from fulldepth.results.verdict import Entry, Number
+from fulldepth.settings.layers import flattened
 from fulldepth.settings.measure import SPEED_ONLY
 from fulldepth.settings.train import MAY_DIFFER
 
@@ -195,9 +196,9 @@ def _members(group: Sequence[tuple[str, Results]]) -> Iterator[Member]:
                 f"{place} does not state the seed that its model was trained with. Groups hold runs of fulldepth "
                 "train, or measurements of their folders that this version of fulldepth measure wrote."
             )
-        fixed = {name: value for name, value in _flat(training).items() if name not in MAY_DIFFER | {"seed"}}
+        fixed = {name: value for name, value in flattened(training).items() if name not in MAY_DIFFER | {"seed"}}
         if training is not settings:
-            measured = {name: value for name, value in _flat(settings).items() if name not in SPEED_ONLY}
+            measured = {name: value for name, value in flattened(settings).items() if name not in SPEED_ONLY}
             fixed = {f"training.{name}": value for name, value in fixed.items()} | measured
         member = Member(place, seed, fixed, results)
         if seed in seen:
@@ -212,14 +213,6 @@ def _members(group: Sequence[tuple[str, Results]]) -> Iterator[Member]:
             )
         seen[seed] = member
         yield member
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> value."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {f"{prefix}{name}": value}
-    return flat
 
 
 def _entry(label: str, member: Member) -> Entry:

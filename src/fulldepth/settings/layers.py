@@ -172,6 +172,15 @@ def recorded(settings: Settings) -> dict[str, Any]:
     return written(settings.model_dump(mode="json"))
 
 
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value of nested settings."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        flat |= flattened(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return flat
+
+
 def layer(
     model: type[S], *sources: Mapping[str, Any], lists_of_one: bool = True, left_out: list[str] | None = None
 ) -> S:

@@ -31,7 +31,7 @@ class LoadingSettings(Settings):
     dtype: str = "auto"
     """Precision to load a model in: float32, bfloat16, float16; auto: the checkpoint's own."""
     device: str | None = None
-    """cpu, cuda, cuda:1; None = the first accelerator, else the CPU."""
+    """cpu, cuda, cuda:1; None = cuda if there is one, else the CPU."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model."""
     tokenizer: str | None = None

@@ -61,7 +61,7 @@ class Contest:
     """Candidate -> its gain."""
 
     @property
-    def weighs(self) -> bool:
+    def gains_differ(self) -> bool:
         """True if gains differ; candidates are then compared by the loss added since `before`, per gain."""
         return len(set(self.gains.values())) > 1
 
@@ -149,7 +149,7 @@ def reserve(loss_cache: LossCache, gaps: Collection[Difference], confidence: flo
 
 def best(loss_cache: LossCache, contest: Contest, variants: Sequence[Variant], chunks: Sequence[int]) -> Variant:
     """The variant of the lowest added loss per gain on some chunks; ties go to the one whose blocks come first."""
-    start = loss_cache.total(contest.before, chunks) if contest.weighs else 0.0
+    start = loss_cache.total(contest.before, chunks) if contest.gains_differ else 0.0
     added = {variant: loss_cache.total(variant, chunks) - start for variant in variants}
     return min(variants, key=lambda variant: (added[variant] / contest.gains[variant], sorted(variant)))
 
@@ -207,7 +207,7 @@ def race(
     """
     alive = list(contest.gains)
     chunks = range(len(loss_cache.chunks))
-    also = [*also, *([contest.before] if contest.weighs else [])]
+    also = [*also, *([contest.before] if contest.gains_differ else [])]
     risk = (1 - confidence) / len(alive) / max(1, num_tests(loss_cache.documents))
     for chunk in chunks[:-1]:
         loss_cache.need([*also, *alive], chunk)

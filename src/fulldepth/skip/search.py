@@ -272,8 +272,8 @@ def _finished(folder: Path, problem: SearchProblem, process: Processes) -> Plan:
     identity = problem.subject.identity
     configuration = plan.cost.get("configuration", identity["configuration"])  # earlier versions do not state it
     expected = identity, problem.examples.meta["hash"], problem.noted_settings
-    found = {"model": plan.model.hash, "configuration": configuration}, plan.data["hash"], plan.cost.get("settings")
-    if found != expected:
+    stored = {"model": plan.model.hash, "configuration": configuration}, plan.data["hash"], plan.cost.get("settings")
+    if stored != expected:
         raise FulldepthError(f"{folder} holds the plan of another search. Choose another output folder.")
     if process.is_main:
         (folder / PROGRESS).unlink(missing_ok=True)

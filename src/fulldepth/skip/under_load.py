@@ -167,7 +167,8 @@ def bench_under_load(
     heldout: Any = None,
     tokenizer: Any = None,
 ) -> Results:
-    """Time models in servers, with every number of clients of `settings.concurrency`; see the docstring of this module.
+    """Time models in servers, with every number of clients of `settings.concurrency`; rounds and ratios are as
+    `fulldepth.skip.bench` describes.
 
     Args:
         original: GGUF file, checkpoint folder or Hub name.

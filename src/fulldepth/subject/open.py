@@ -264,12 +264,13 @@ class Subject:
             check_language(model, task)
         if "targets" in self.needs and getattr(model.config, "is_encoder_decoder", False):
             raise FulldepthError(
-                f"{self.kind} is an encoder-decoder; early exit takes a language model of one stack, or a classifier "
-                f"of texts or images. {instead_of_language(model)}"
+                f"{self.kind} is an encoder-decoder; predictions by layer are read of a language model of one stack, "
+                f"or of a classifier of texts or images. {instead_of_language(model)}"
             )
         if "targets" in self.needs and task not in PREDICTING:
             raise FulldepthError(
-                f"Early exit takes a language model, or a classifier of texts or images: {unread_prediction(model)}. "
+                "Predictions by layer are read of a language model, or of a classifier of texts or images: "
+                f"{unread_prediction(model)}. "
                 "`fulldepth measure` reads the layers of other models."
             )
         if "targets" in self.needs and task.endswith("-classification") and (reason := no_single_class(model.config)):

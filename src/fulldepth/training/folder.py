@@ -56,6 +56,7 @@ from fulldepth.losses import per_batch_terms
 from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
 from fulldepth.settings import Settings, layer, read
 from fulldepth.settings.keywords import with_progress
+from fulldepth.settings.layers import flattened
 from fulldepth.settings.loading import Amount
 from fulldepth.settings.strict_yaml import as_yaml
 from fulldepth.settings.train import MAY_DIFFER, SETTINGS, TrainSettings
@@ -127,8 +128,8 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
     elif not _took_no_step(folder):
         if not resume:
             raise FulldepthError(f"{folder} already holds a run. Resume it (--resume), or choose another --output.")
-        saved = _flat(saved_settings(folder).model_dump(mode="json"))
-        requested = _flat(settings.model_dump(mode="json"))
+        saved = flattened(saved_settings(folder).model_dump(mode="json"))
+        requested = flattened(settings.model_dump(mode="json"))
         free = {
             key
             for key in saved.keys() | requested.keys()
@@ -243,15 +244,6 @@ def saved_settings(folder: Path) -> TrainSettings:
         raise FulldepthError(words) from error
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> value of nested settings."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
-    return flat
-
-
 def _may_have_moved(key: str, saved: Any, requested: Any) -> bool:
     """Return True for two names of what a run reads of which the second is a local path."""
     is_named_twice = isinstance(saved, str) and isinstance(requested, str)
@@ -302,14 +294,14 @@ def check_origin(
     references = [("in process 0", current().agree(origin))]
     if checkpoint is not None:
         references.append((f"in {checkpoint}", before))
-    differences = [
+    mismatches = [
         f"The {name} differs: {one_line(reference.get(name), 60)} {where}, {one_line(value, 60)} here. A run needs the "
         "same data, tokenizer and model from beginning to end, in every process."
         for where, reference in references
         for name, value in origin.items()
         if reference.get(name) != value
     ]
-    if in_any_process := [difference for part in current().gather(differences) for difference in part]:
+    if in_any_process := [difference for part in current().gather(mismatches) for difference in part]:
         raise FulldepthError(in_any_process[0])
     return origin
 

@@ -439,7 +439,7 @@ def load(
     Args:
         directory: of the export.
         dtype: `auto` keeps the export's own precision. Rotary frequencies and scalars stay in float32.
-        device: where to put the model; the first accelerator unless named. Ignored with `device_map`.
+        device: where to put the model; cuda unless named, if there is one, else the CPU. Ignored with `device_map`.
         device_map: `auto`, or a map of modules to devices, for models larger than one device.
 
     Returns:
