@@ -123,10 +123,10 @@ def test_the_sentences_on_parts_that_tasks_chose_are_those_of_the_stored_runs():
     original = next(line["tasks"]["lambada_local"]["original"] for line in lines if line["seed"] == 2)
     assert third[0][0] + 2 * third[0][1] < 0
     assert 0.25 < -third[0][0] / original < 0.3
-    text = ["{:+.3f} ± {:.3f}".format(*one) for one in [*first, *second, *third]]
-    assert f"without nine attentions LAMBADA changes by {text[0]}, ARC-easy by {text[1]}, PIQA by {text[2]}" in page
-    assert f"without eight of these nine by {text[3]}, {text[4]} and {text[5]}" in page
-    assert f"a whole layer beside six attentions: {text[6]}, {text[7]} and {text[8]}" in page
+    removed = ("9 attentions", "8 of these attentions", "6 attentions, 2 MLPs and a layer")
+    for seed, (parts, changes) in enumerate(zip(removed, (first, second, third), strict=True)):
+        cells = " | ".join("{:+.3f} ± {:.3f}".format(*change) for change in changes)
+        assert f"| {seed} | {parts} | {cells} |" in page
     gains, errors = np.moveaxis(controls, 2, 0)  # [seeds, tasks] each
     errors = np.hypot(errors.mean(0), gains.std(0, ddof=1) / 3**0.5)
     said = [f"{gain:.3f} ± {error:.3f}" for gain, error in zip(gains.mean(0), errors, strict=True)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fulldepth.core.tested_versions import untested_warning
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 if (_message := untested_warning()) is not None:
     warnings.warn(_message, stacklevel=2)
