@@ -148,7 +148,7 @@ def test_what_tasks_lose_at_a_glance_is_that_of_the_stored_runs():
     changes = {}
     for speedup, chosen_on, healed_on, seeds, _, *cells in rows:
         target = {"novels": speedup, "rows of the tasks": f"{speedup} by tasks"}.get(chosen_on, "1.1 by tasks")
-        arm = healed_on if chosen_on != "nothing is removed" else f"control on {healed_on}"
+        arm = healed_on if chosen_on != "nothing removed" else f"control on {healed_on}"
         runs, changes[target, arm] = changes_of_tasks(target, arm)
         assert int(seeds) == len(runs)
         assert cells == [f"{change:+.3f} ± {error:.3f}" for change, error in changes[target, arm]]
