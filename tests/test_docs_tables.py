@@ -80,10 +80,8 @@ def test_the_table_of_text_to_heal_on_is_that_of_the_stored_runs():
     names = ("lambada_local", "arc_easy_local", "piqa_local")
     first, *others = dict.fromkeys(tuple(line["tasks"][name]["original"] for name in names) for line in lines)
     stated = "(the original: LAMBADA {:.3f}, ARC-easy {:.3f}, PIQA {:.3f}; ".format(*first)
-    stated += "by the rounding of other processors {:.3f}, {:.3f}, {:.3f}, and {:.3f}, {:.3f}, {:.3f})".format(
-        *others[0], *others[1]
-    )
-    assert len(others) == 2
+    scores = ["{:.3f}, {:.3f}, {:.3f}".format(*other) for other in others]
+    stated += f"by the rounding of other processors {', and '.join(scores)}, each beside models read on the same one)"
     assert stated in " ".join((DOCS / "results.md").read_text().split())
     assert sorted((row[0], row[1]) for row in rows) == sorted(groups)
     for target, arm, seeds, *cells in rows:
@@ -93,12 +91,21 @@ def test_the_table_of_text_to_heal_on_is_that_of_the_stored_runs():
             if name in runs[0]["losses"]:
                 values, errors = zip(*[run["losses"][name] for run in runs], strict=True)
             else:
-                scores = [run["tasks"][name] for run in runs]
-                values = [score["healed"] - score["original"] for score in scores]
-                errors = [score["error"] for score in scores]
-            of_seeds = np.std(values, ddof=1) ** 2 / len(runs) if len(runs) > 1 else 0
-            error = (np.mean(errors) ** 2 + of_seeds) ** 0.5
-            assert cell == f"{np.mean(values):+.3f} ± {error:.3f}", (target, arm, name)
+                values, errors = zip(*[change_of_task(run, name) for run in runs], strict=True)
+            mean, error = over_seeds(values, errors)
+            assert cell == f"{mean:+.3f} ± {error:.3f}", (target, arm, name)
+
+
+def change_of_task(run, task):
+    """Change of a run's accuracy with its standard error over examples."""
+    scores = run["tasks"][task]
+    return scores["healed"] - scores["original"], scores["error"]
+
+
+def over_seeds(values, errors):
+    """Mean over seeds with its standard error: of examples, which are the same for every seed, and of the seeds."""
+    of_seeds = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0
+    return np.mean(values), np.hypot(np.mean(errors), of_seeds)
 
 
 def test_the_sentences_on_parts_that_tasks_chose_are_those_of_the_stored_runs():
@@ -171,12 +178,8 @@ def changes_of_tasks(target, arm):
     """The stored runs of an arm, and for each task the mean change of its accuracy with its standard error."""
     lines = [json.loads(line) for line in (DOCS / "healing_text.jsonl").read_text().splitlines()]
     runs = [line for line in lines if (line["target"], line["arm"]) == (target, arm)]
-    changes = []
-    for name in ("lambada_local", "arc_easy_local", "piqa_local"):
-        scores = [run["tasks"][name] for run in runs]
-        values = [score["healed"] - score["original"] for score in scores]
-        of_seeds = np.std(values, ddof=1) / len(runs) ** 0.5 if len(runs) > 1 else 0
-        changes.append((np.mean(values), np.hypot(np.mean([score["error"] for score in scores]), of_seeds)))
+    tasks = ("lambada_local", "arc_easy_local", "piqa_local")
+    changes = [over_seeds(*zip(*[change_of_task(run, task) for run in runs], strict=True)) for task in tasks]
     return runs, changes
 
 

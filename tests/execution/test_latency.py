@@ -44,6 +44,18 @@ def test_another_program_is_seen_and_our_own_work_is_not():
     assert share >= 0.5 * used / (psutil.cpu_count() * 0.8)
 
 
+def test_what_children_of_a_child_have_used_is_our_own_work():
+    """Servers compile in processes of their own, which have ended while the server goes on."""
+    spin = "import time\nwhile time.process_time() < 0.5: pass"
+    server = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spin!r}]); print(flush=True); input()"
+    before = latency._times()[2]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", server], text=True, **pipes) as child:
+        child.stdout.readline()  # the child of the child has ended, and the child has not
+        assert latency._times()[2] - before >= 0.5
+        child.communicate("")
+
+
 def test_a_window_bounds_the_cache():
     ids = token_ids(3, 30)
     held = cache_bytes(Runner(build("gemma2")).run(ids, 25).cache)
